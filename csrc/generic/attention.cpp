@@ -8,6 +8,7 @@ namespace HR_NS {
 namespace {
 
 enum { PIECE_COMBOS = 192, WIDEN_FROM = 13 };
+const float LEAST_TOP = 0x1p-100f; /* where the inverse is still finite */
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -152,9 +153,15 @@ void gather_tile(const Cache& c, const Keys& keys, int64_t p, int t, void* buffe
     for (int64_t j = most(p, keys.first); j < least(p + 16, keys.last); j++) {
         int64_t slot = keys.blocks[j / c.block_size] * c.block_size + j % c.block_size, lane = slot % 16, i = j - p;
         int64_t tile = slot / 16 * c.kv_heads + keys.kv_head;
-        const E* from = (const E*)c.args->k + tile * size + lane;
-        for (int64_t d = 0; d < c.key_rows; d++) k[d * 16 + i] = from[d * 16];
-        if (c.args->v)
+        const E* from = (const E*)c.args->k + tile * size + lane * (K::dot ? 4 : 1);
+        if constexpr (K::dot) {
+            const E* values = (const E*)c.args->v + tile * v_size + lane / 4 * 4 * c.value_row + lane % 4;
+            for (int64_t d = 0; d < c.key_rows; d += 4) memcpy(k + d * 16 + i * 4, from + d * 16, 4);
+            for (int64_t d = 0; d < c.value_row; d++) v[i / 4 * 4 * c.value_row + d * 4 + i % 4] = values[d * 4];
+        } else {
+            for (int64_t d = 0; d < c.key_rows; d++) k[d * 16 + i] = from[d * 16];
+        }
+        if (c.args->v && !K::dot)
             memcpy(v + i * c.value_row, (const E*)c.args->v + tile * v_size + lane * c.value_row,
                    (size_t)c.value_row * sizeof(E));
         const float* v_scale = c.args->v ? c.args->v_scale : c.args->k_scale;
@@ -215,13 +222,15 @@ struct State {
     float *q, *s, *acc, *m, *l, *alpha;
     float *q_sum, *b; /* what the least of each key, and of each value, counts (HR_I4) */
     int32_t *lo, *hi;
+    float *factor, *step;    /* of the scores, and of the weights' codes (HR_I8_DOT) */
+    int32_t *words, *added;  /* the codes of q, and what the keys' 128 adds to their sums */
+    int8_t* codes;           /* of weights, [HR_SPAN] each */
 };
 
 /* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. */
 template <class K>
-HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, float q_sum, int t, int lo,
-                            int hi) {
-    const V factor = set1((float)a->scale);
+HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, V factor, float q_sum, int t,
+                            int lo, int hi) {
     V x = load(s + t * 16);
     if constexpr (K::scaled)
         x = mul(x, mul(factor, K::scale(span.k_scale[t])));
@@ -237,20 +246,26 @@ HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const f
     return x;
 }
 
-/* What the softmax of a combo's scores in one span gives: the sum of weights, and of weights times the values' least. */
+/* What the softmax of a combo's scores in one span gives: the sum of weights, of weights times the values' least, and the
+ * greatest of weights times the values' scale, NaN where one is not finite. */
 struct Sums {
-    float w, least;
+    float w, least, top;
 };
 
 /* Scores -> weights (times v_scale where there is one), and in *best the greatest score so far. */
 template <class K>
-Sums weights(const HrArgs_attention* a, const Span& span, float* s, float q_sum, int lo, int hi, float* best) {
-    V top = set1(-__builtin_inff()), sum = zero(), least = zero();
+Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, float q_sum, int lo, int hi, float* best) {
+    V top = set1(-__builtin_inff()), sum = zero(), least = zero(), most = zero(), bad = zero();
+    auto note = [&](V w) { most = max(most, w), bad = add(bad, mul(w, zero())); };
+    auto sums = [&] {
+        const float greatest = K::dot ? hmax(select(lt(most, set1(__builtin_inff())), most, zero())) + hsum(bad) : 0.0f;
+        return Sums{hsum(sum), hsum(least), greatest};
+    };
     if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
         V x[SPAN_TILES];
 #pragma GCC unroll 8
         for (int t = 0; t < SPAN_TILES; t++) {
-            x[t] = finished_scores<K>(a, span, s, q_sum, t, 0, HR_SPAN);
+            x[t] = finished_scores<K>(a, span, s, factor, q_sum, t, 0, HR_SPAN);
             top = max(top, x[t]);
         }
         float highest = hmax(top);
@@ -262,13 +277,14 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, float q_sum,
             sum = add(sum, w);
             if constexpr (K::type == HR_I4) least = fma(w, K::least(span.v_scale[t]), least);
             if constexpr (K::scaled) w = mul(w, K::scale(span.v_scale[t]));
+            if constexpr (K::dot) note(w);
             store(s + t * 16, w);
         }
-        return {hsum(sum), hsum(least)};
+        return sums();
     }
     const int first = lo / 16, last = (hi + 15) / 16;
     for (int t = first; t < last; t++) {
-        V x = finished_scores<K>(a, span, s, q_sum, t, lo, hi);
+        V x = finished_scores<K>(a, span, s, factor, q_sum, t, lo, hi);
         store(s + t * 16, x);
         top = max(top, x);
     }
@@ -285,9 +301,53 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, float q_sum,
             least = fma(w, minima, least);
         }
         if constexpr (K::scaled) w = mul(w, K::scale(span.v_scale[t]));
+        if constexpr (K::dot) { /* the scale of a hidden key may be anything */
+            if (t * 16 + 16 > hi) w = select(first_n(hi - t * 16), w, zero());
+            if (t * 16 < lo) w = select(first_n(lo - t * 16), zero(), w);
+            note(w);
+        }
         store(s + t * 16, w);
     }
-    return {hsum(sum), hsum(least)};
+    return sums();
+}
+
+/* A combo's weights in a span as codes less 128, those of hidden keys too. */
+void weight_codes(const State& st, int64_t n, float top) {
+    int8_t* codes = st.codes + n * HR_SPAN;
+    const int first = st.lo[n] / 16, last = (st.hi[n] + 15) / 16;
+    if (first > 0 || last < SPAN_TILES) memset(codes, -128, HR_SPAN);
+    const V inverse = set1(top > LEAST_TOP ? 255.0f / top : 0.0f);
+    for (int t = first; t < last; t++) {
+        const V w = min(mul(load(st.s + n * LD_S + t * 16), inverse), set1(255.0f));
+        store_i8(codes + t * 16, round_i32(sub(w, set1(128.0f))));
+    }
+    st.step[n] = top / 255.0f;
+}
+
+/* A query's codes: four channels in a word, the high parts to words[0], words[2 * ld], ... and the low ones `ld` behind. */
+void query_codes(const float* x, int64_t width, float* factor, int32_t* words, int64_t ld, int32_t* added) {
+    V most = zero(), bad = zero();
+    for (int64_t i = 0; i < width; i += 16) {
+        const V y = load_n(x + i, least(16, width - i));
+        most = max(most, abs(y)), bad = add(bad, mul(y, zero()));
+    }
+    const float top = hmax(select(lt(most, set1(__builtin_inff())), most, zero())) + hsum(bad);
+    const float inverse = top > LEAST_TOP ? 16256.0f / top : 0.0f;
+    int32_t sums[2] = {0, 0};
+    for (int64_t i = 0; i < width; i += 16) {
+        float codes[16];
+        store(codes, to_f32(round_i32(min(max(mul(load_n(x + i, least(16, width - i)), set1(inverse)), set1(-16256.0f)),
+                                          set1(16256.0f)))));
+        for (int64_t j = i; j < i + 16 && j < (width + 3) / 4 * 4; j++) {
+            const int32_t code = codes[j - i] == codes[j - i] ? (int32_t)codes[j - i] : 0, high = (code + 64) >> 7;
+            const int32_t low = code - high * 128;
+            int8_t* at = (int8_t*)(words + j / 4 * 2 * ld) + j % 4;
+            at[0] = (int8_t)high, at[ld * 4] = (int8_t)low;
+            sums[0] += high, sums[1] += low;
+        }
+    }
+    *factor *= top / 16256.0f;
+    added[0] = sums[0] * 128, added[1] = sums[1] * 128;
 }
 
 /* The softmax of a tile of combos; m, l and alpha of those that see keys of the span. */
@@ -298,8 +358,11 @@ void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t bas
         int64_t n = base + i;
         best[i] = st.m[n], sums[i] = 0.0f;
         if (st.lo[n] < st.hi[n]) {
-            Sums totals = weights<K>(a, span, st.s + n * LD_S, st.q_sum[n], st.lo[n], st.hi[n], best + i);
+            Sums totals = weights<K>(a, span, st.s + n * LD_S, set1(st.factor[n]), st.q_sum[n], st.lo[n], st.hi[n], best + i);
             sums[i] = totals.w, leasts[i] = totals.least;
+            if constexpr (K::dot) weight_codes(st, n, totals.top);
+        } else if constexpr (K::dot) {
+            memset(st.codes + n * HR_SPAN, -128, HR_SPAN);
         }
     }
     V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
@@ -336,6 +399,21 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
     for (int i = 0; i < combos; i++) alone(i, all_to, to[i]);
 }
 
+/* The same for weights that are codes: a hidden key's is 0. */
+void weigh_codes(const Cache& c, const Span& span, const void* const* ahead, State& st, int64_t base, int combos) {
+    int first = HR_SPAN, last = 0;
+    bool sees[MAX_COMBOS];
+    for (int i = 0; i < combos; i++) {
+        const int from = st.lo[base + i], to = st.hi[base + i];
+        if ((sees[i] = from < to)) first = (int)least(first, from), last = (int)most(last, to);
+    }
+    if (first >= last) return;
+    dot_values(combos, st.codes + base * HR_SPAN, span.v, ahead, first / 4, (last + 3) / 4, span.ld_v * 4, sees,
+               st.step + base, st.alpha + base, st.acc + base * c.ld_acc, c.ld_acc);
+    for (int i = 0; i < combos; i++)
+        if (sees[i]) st.alpha[base + i] = 1.0f;
+}
+
 template <class K, class Read>
 void attend_span(const Cache& c, const Span& span, const Span& next, State& st, int64_t num_tiles, int64_t combos) {
     auto begin = [&](int64_t tile) { return combos * tile / num_tiles; };
@@ -348,12 +426,20 @@ void attend_span(const Cache& c, const Span& span, const Span& next, State& st, 
             for (int64_t n = base; n < end; n++)
                 if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
             first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
-            if (first < last)
+            if (first >= last) continue;
+            if constexpr (Read::dot)
+                dot_scores((int)(end - base), st.words + base * c.key_rows / 2, st.added + base * 2, span.k,
+                           i ? span.k : next.k, first, last, c.key_rows / 4, st.s + base * LD_S);
+            else
                 scores<Read>((int)(end - base), st.q + base * c.ld_q, span.k, i ? span.k : next.k, first, last,
                              c.head_dim, st.s + base * LD_S);
         }
     for (int64_t i = 0; i < num_tiles; i++) softmax<K>(c.args, span, st, begin(i), count(i));
-    for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
+    for (int64_t i = 0; i < num_tiles; i++)
+        if constexpr (Read::dot)
+            weigh_codes(c, span, i ? span.v : next.v, st, begin(i), count(i));
+        else
+            weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
 }
 
 /* One piece; the next one is taken at the last span but one, so that its first keys can be fetched by then. */
@@ -364,7 +450,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
                      (dim + K::pair - 1) / K::pair * K::pair, K::key_rows(dim), K::value_row(width)};
     int64_t combos = piece.rows * piece.heads, num_tiles = (combos + MAX_COMBOS - 1) / MAX_COMBOS;
     /* Values that are a part of the keys are widened too, to lie as the second product reads them. */
-    bool widen = !a->v || (K::type != HR_F32 && combos >= WIDEN_FROM), gather = c.block_size % 16 != 0;
+    bool widen = !K::dot && (!a->v || (K::type != HR_F32 && combos >= WIDEN_FROM)), gather = c.block_size % 16 != 0;
     Scratch scratch = {(char*)memory};
     State st;
     st.q = scratch.take<float>(combos * c.ld_q);
@@ -373,6 +459,10 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
     st.q_sum = scratch.take<float>(combos), st.b = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
+    st.factor = scratch.take<float>(combos), st.step = scratch.take<float>(combos);
+    st.words = scratch.take<int32_t>(K::dot ? combos * c.key_rows / 2 : 0);
+    st.added = scratch.take<int32_t>(K::dot ? combos * 2 : 0);
+    st.codes = scratch.take<int8_t>(K::dot ? combos * HR_SPAN : 0);
     float* widened = scratch.take<float>(widen ? SPAN_TILES * 16 * (c.ld_q + c.ld_acc) : 0);
     const int64_t token_bytes = (c.key_rows + c.value_row) * (int64_t)sizeof(typename K::E) + 8;
     void* gathered = scratch.take<char>(gather ? SPAN_TILES * 16 * token_bytes : 0);
@@ -390,6 +480,13 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
             int64_t head = piece.kv_head * c.group + piece.head + (base + n) % piece.heads;
             x[n] = a->x + (row + (base + n) / piece.heads) * a->ld_x + head * c.head_dim;
         }
+        for (int64_t n = base; n < base + count; n++) {
+            st.factor[n] = (float)a->scale;
+            if constexpr (K::dot)
+                query_codes(x[n - base], c.head_dim, st.factor + n, st.words + base * c.key_rows / 2 + n - base, count,
+                            st.added + n * 2);
+        }
+        if constexpr (K::dot) continue;
         float* q = st.q + base * c.ld_q;
         for (int64_t d = 0; d < c.head_dim; d++)
             for (int64_t n = 0; n < count; n++) *q++ = x[n][d];
@@ -425,14 +522,15 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
         if (!gather) point_ahead<K>(c, keys, more ? &then : nullptr, begin, &ahead);
         if (K::scaled)
             for (int t = first_tile; t < last_tile; t++) fetch(ahead.k_scale[t]), fetch(ahead.v_scale[t]);
-        if (widen) {
-            Span floats = span;
-            floats.ld_v = c.ld_acc;
-            for (int t = first_tile; t < last_tile; t++) widen_tile<K>(c, t, widened, &floats, ahead);
-            attend_span<K, F32>(c, floats, floats, st, num_tiles, combos);
-        } else {
-            attend_span<K, K>(c, span, ahead, st, num_tiles, combos);
-        }
+        if constexpr (!K::dot)
+            if (widen) {
+                Span floats = span;
+                floats.ld_v = c.ld_acc;
+                for (int t = first_tile; t < last_tile; t++) widen_tile<K>(c, t, widened, &floats, ahead);
+                attend_span<K, F32>(c, floats, floats, st, num_tiles, combos);
+                continue;
+            }
+        attend_span<K, K>(c, span, ahead, st, num_tiles, combos);
     }
 
     for (int64_t n = 0; n < combos; n++) {
@@ -461,6 +559,7 @@ void attention(const HrArgs_attention* a, HrTask* task) {
             HR_CASE(E4M3);
             HR_CASE(E5M2);
             HR_CASE(I4);
+            HR_CASE(I8Dot);
             default: more = attend<I8>(a, piece, &work, &next, task->scratch);
 #undef HR_CASE
         }

@@ -17,7 +17,7 @@ enum { LD_S = HR_SPAN + 16 }; /* rows of scores, kept off one another's cache li
 
 /* How a type is read. `scaled`: its numbers are codes, with a scale for each token and head. `pair`: channels in a byte. */
 struct Plain {
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, dot = false;
     static constexpr int pair = 1;
     static int64_t key_rows(int64_t head_dim) { return head_dim; }
     static int64_t value_row(int64_t head_dim) { return head_dim; }
@@ -69,6 +69,15 @@ struct I8 : Scaled {
     static constexpr int type = HR_I8;
     HR_INLINE V get(const E* p) { return load_i8(p); }
     HR_INLINE V get_n(const E* p, int64_t n) { return load_i8_n(p, n); }
+};
+
+/* Products of integers: four channels of a key, or four keys of a channel, lie together. */
+struct I8Dot : Scaled {
+    typedef uint8_t E;
+    static constexpr int type = HR_I8_DOT;
+    static constexpr bool dot = true;
+    static int64_t key_rows(int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
+    static int64_t value_row(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 };
 
 /* Vectors that go with `combos` rows of accumulators: up to 24 of 32 registers, or 6 of 8 pairs. */
@@ -230,6 +239,110 @@ template <class K>
 static void values(int combos, const float* w, const void* const* tiles, const void* const* ahead, int first, int last,
                    int64_t head_dim, int64_t ld_v, const float* alpha, float* acc, int64_t ld_acc) {
 #define HR_CALL(n) values<K, n>(w, tiles, ahead, first, last, head_dim, ld_v, alpha, acc, ld_acc)
+    HR_BY_COMBOS(HR_CALL)
+#undef HR_CALL
+}
+
+/* As scores_tile and values_tile, of HR_I8_DOT. q holds four channels in a word, the high parts of all combos' codes and
+ * then the low ones; of what the keys' 128 adds, `added` has both sums. */
+template <int C, int T>
+static void dot_scores_tile(const int32_t* q, const int32_t* added, const void* const* tiles, const void* const* ahead,
+                            int64_t words, float* s) {
+    I high[C][T], low[C][T];
+    const char *k[T], *next[T];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) {
+        k[t] = (const char*)tiles[t], next[t] = (const char*)ahead[t];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) high[c][t] = iset1(-added[c * 2]), low[c][t] = iset1(-added[c * 2 + 1]);
+    }
+    for (int64_t d = 0; d < words; d++, q += 2 * C) {
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+            const I x = load_lines(k[t] + d * 64);
+            fetch(next[t] + d * 64);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                high[c][t] = dot(high[c][t], x, iset1(q[c]));
+                low[c][t] = dot(low[c][t], x, iset1(q[C + c]));
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) store(s + c * LD_S + t * 16, fma(to_f32(high[c][t]), set1(128.0f), to_f32(low[c][t])));
+}
+
+template <int C>
+static void dot_scores(const int32_t* q, const int32_t* added, const void* const* tiles, const void* const* ahead,
+                       int first, int last, int64_t words, float* s) {
+    constexpr int W = tile_width(C) > 1 ? tile_width(C) / 2 : 1;
+    int t = first;
+    for (; last - t >= W; t += W) dot_scores_tile<C, W>(q, added, tiles + t, ahead + t, words, s + t * 16);
+    for (; t < last; t++) dot_scores_tile<C, 1>(q, added, tiles + t, ahead + t, words, s + t * 16);
+}
+
+/* codes: those of HR_SPAN keys of each combo, less 128. A combo that sees no key is left as it is. */
+template <int C, int D>
+static void dot_values_tile(const int8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
+                            int64_t row, int64_t d0, const bool* sees, const float* step, const float* alpha, float* acc,
+                            int64_t ld_acc) {
+    I a[C][D];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int i = 0; i < D; i++) a[c][i] = iset1(0);
+    for (int g = first; g < last; g++) {
+        const int64_t at = g % 4 * row + d0 * 4;
+        const char *v = (const char*)tiles[g / 4] + at, *next = (const char*)ahead[g / 4] + at;
+        I w[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            uint32_t four;
+            memcpy(&four, codes + c * HR_SPAN + g * 4, 4);
+            w[c] = iset1((int32_t)(four ^ 0x80808080u));
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < D; i++) {
+            const I x = load_lines(v + i * 64);
+            fetch(next + i * 64);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) a[c][i] = dot(a[c][i], w[c], x);
+        }
+    }
+#pragma GCC unroll 8
+    for (int c = 0; c < C; c++)
+        if (sees[c])
+#pragma GCC unroll 8
+            for (int i = 0; i < D; i++) {
+                float* to = acc + c * ld_acc + d0 + i * 16;
+                store(to, fma(to_f32(a[c][i]), set1(step[c]), mul(load(to), set1(alpha[c]))));
+            }
+}
+
+template <int C>
+static void dot_values(const int8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
+                       int64_t row, const bool* sees, const float* step, const float* alpha, float* acc, int64_t ld_acc) {
+    constexpr int W = tile_width(C);
+    int64_t d = 0;
+#define HR_CALL(n) dot_values_tile<C, n>(codes, tiles, ahead, first, last, row, d, sees, step, alpha, acc, ld_acc)
+    for (; ld_acc - d >= 16 * W; d += 16 * W) HR_CALL(W);
+    for (; d < ld_acc; d += 16) HR_CALL(1);
+#undef HR_CALL
+}
+
+static void dot_scores(int combos, const int32_t* q, const int32_t* added, const void* const* tiles,
+                       const void* const* ahead, int first, int last, int64_t words, float* s) {
+#define HR_CALL(n) dot_scores<n>(q, added, tiles, ahead, first, last, words, s)
+    HR_BY_COMBOS(HR_CALL)
+#undef HR_CALL
+}
+
+static void dot_values(int combos, const int8_t* codes, const void* const* tiles, const void* const* ahead, int first,
+                       int last, int64_t row, const bool* sees, const float* step, const float* alpha, float* acc,
+                       int64_t ld_acc) {
+#define HR_CALL(n) dot_values<n>(codes, tiles, ahead, first, last, row, sees, step, alpha, acc, ld_acc)
     HR_BY_COMBOS(HR_CALL)
 #undef HR_CALL
 }

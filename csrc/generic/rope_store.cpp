@@ -154,6 +154,17 @@ void put_token(const HrArgs_rope_store* a, const float* key, const float* value,
         put_value_i4(codes, width, (uint8_t*)a->v + (tile * 16 + i) * value_row);
         return;
     }
+    if (a->kv_type == HR_I8_DOT) {
+        const int64_t words = (size + 3) / 4, row = (width + 15) / 16 * 64;
+        int8_t* codes = (int8_t*)(scratch + size);
+        uint8_t* keys = (uint8_t*)a->k + tile * words * 64 + 4 * i;
+        int8_t* values = (int8_t*)a->v + (tile * 4 + i / 4) * row + i % 4;
+        put(key, size, HR_I8, codes, 0, 1, a->k_scale + tile * 16 + i);
+        for (int64_t d = 0; d < size; d++) keys[d / 4 * 64 + d % 4] = (uint8_t)(codes[d] + 128);
+        put(value, width, HR_I8, codes, 0, 1, a->v_scale + tile * 16 + i);
+        for (int64_t d = 0; d < width; d++) values[4 * d] = codes[d];
+        return;
+    }
     float* k_scale = a->k_scale ? a->k_scale + tile * 16 + i : nullptr;
     float* v_scale = a->v_scale ? a->v_scale + tile * 16 + i : nullptr;
     put(key, size, a->kv_type, a->k, tile * size * 16 + i, 16, k_scale);

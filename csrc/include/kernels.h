@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 enum { HR_F32 = 0, HR_F16 = 1, HR_BF16 = 2, HR_I8 = 3 };             /* types of tables, weights and the KV cache */
-enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6 };                         /* of the KV cache alone */
+enum { HR_I4 = 4, HR_E4M3 = 5, HR_E5M2 = 6, HR_I8_DOT = 7 };          /* of the KV cache alone */
 /* Activations; the last is of `gated` alone: with g = min(x, 7), u = y held in [-7, 7]: g / (1 + exp(-1.702 g)) * (u + 1). */
 enum { HR_SILU = 0, HR_GELU = 1, HR_GELU_TANH = 2, HR_RELU = 3, HR_SIGMOID = 4, HR_RELU2 = 5, HR_IDENTITY = 6, HR_CLAMPED_SWIGLU = 7 };
 enum { HR_SOFTMAX = 0, HR_SIGMOID_SCORE = 1 };                        /* scores of experts */
@@ -85,6 +85,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * x = code * step + least, bf16 both: with n = (t * kv_heads + h) * 32 + i, step is ((uint16_t*)k_scale)[n] and least [n + 16].
  *     least = bf16(min), step = bf16((max - min) / 15), code = round_to_even((x - least) * (1 / step)) held in 0 ... 15
  * (0 where step is 0). Both are NaN where an x is not finite.
+ *
+ * HR_I8_DOT has the codes and scales of HR_I8, four together for integer products; v is not NULL:
+ *     key   code + 128 (slot, h, d) at k[((t * kv_heads + h) * ceil(head_dim / 4) + d / 4) * 64 + 4 * i + d % 4]
+ *     value code       (slot, h, d) at v[((t * kv_heads + h) * 4 + i / 4) * row + 4 * d + i % 4]
+ * with row = 4 * value_dim rounded up to a multiple of 64; bytes of channels that are not there may be anything.
  *
  * Where k_mean [kv_heads][head_dim] is given to rope_store, it is subtracted from the keys before they are stored: that
  * moves all scores of a query alike, which a softmax does not see. */
@@ -185,6 +190,11 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  *   acc[d] = acc[d] * alpha, then over visible keys in order acc[d] = fma(w_j, v_j[d], acc[d]) (where there are scales:
  *   w_j * v_scale_j is rounded first, v_j[d] the code). HR_I4: b = b * alpha + (lanes by fma, then the tree) of
  *   w_j * least_j, from 0. At last out[d] = acc[d] / l, or (acc[d] + b) / l.
+ *   HR_I8_DOT: a query's codes are 128 * high + low = round_to_even(q * inv) held in [-16256, 16256], with amax as in
+ *   HR_Q_FIELDS, inv = amax > 2^-100 ? 16256 / amax : 0, -64 <= low < 64; score_j = fma(sum of high * code, 128, sum of low * code)
+ *   times (((float)scale * (amax / 16256)) * k_scale_j), the sums being exact and rounded to floats. With u_j = w_j * v_scale_j
+ *   of the visible keys of a span and top their amax: inv = top > 2^-100 ? 255 / top : 0, code_j = round_to_even(min(u_j * inv,
+ *   255) - 128) + 128, and acc[d] = fma(exact sum of code_j * v_j[d], top / 255, acc[d] * alpha).
  * Slots that no visible key occupies hold anything at all, NaN included, and must not matter; of blocks, those wholly behind
  * the window of a chunk's first row may be any numbers. block_size may be any
  * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */

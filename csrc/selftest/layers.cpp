@@ -186,14 +186,14 @@ struct Cache {
 /* A cache full of NaN, which no result may show. */
 Cache cache_of(Problem& p, int64_t num_slots) {
     Cache c = {};
-    c.type = p.random.whole(0, 6), c.kv_heads = p.random.whole(1, 3);
+    c.type = p.random.whole(0, 7), c.kv_heads = p.random.whole(1, 3);
     c.head_dim = p.random.rarely(2, p.random.size(1, p.random.rarely(16, 300, 40)), p.random.whole(1, 5) * 8);
     c.value_dim = p.random.coin() ? c.head_dim : p.random.whole(1, p.random.coin() ? c.head_dim : c.head_dim + 20);
-    const bool shares = c.value_dim <= c.head_dim && p.random.coin();
+    const bool shares = c.value_dim <= c.head_dim && c.type != HR_I8_DOT && p.random.coin();
     c.num_slots = (num_slots + 15) / 16 * 16, p.units = c.num_slots / 16;
-    const bool packed = c.type == HR_I4;
-    c.key_rows = packed ? (c.head_dim + 1) / 2 : c.head_dim;
-    c.value_row = packed ? c.value_dim / 32 * 16 + (c.value_dim % 32 < 16 ? c.value_dim % 32 : 16) : c.value_dim;
+    const bool packed = c.type == HR_I4, dot = c.type == HR_I8_DOT;
+    c.key_rows = packed ? (c.head_dim + 1) / 2 : dot ? (c.head_dim + 3) / 4 * 4 : c.head_dim;
+    c.value_row = packed ? c.value_dim / 32 * 16 + (c.value_dim % 32 < 16 ? c.value_dim % 32 : 16) : dot ? (c.value_dim + 15) / 16 * 16 : c.value_dim;
     for (void** half : {&c.k, &c.v}) {
         if (half == &c.v && shares) break;
         const int64_t count = c.num_slots * c.kv_heads * (half == &c.k ? c.key_rows : c.value_row);
@@ -221,6 +221,7 @@ Cache cache_of(Problem& p, int64_t num_slots) {
 void store_one(Problem& p, const Cache& c, void* to, int64_t at) {
     if (c.type == HR_F32) ((float*)to)[at] = p.random.number();
     else if (c.type == HR_I8) ((int8_t*)to)[at] = (int8_t)p.random.whole(-127, 127);
+    else if (c.type == HR_I8_DOT) ((int8_t*)to)[at] = (int8_t)(p.random.whole(-127, 127) ^ (to == c.k ? -128 : 0));
     else if (c.type == HR_I4) ((uint8_t*)to)[at] = (uint8_t)p.random.next();
     else if (c.type > HR_I4) ((uint8_t*)to)[at] = (uint8_t)((p.random.next() & 0x80) | p.random.whole(0, 0x5b));
     else {
@@ -234,8 +235,11 @@ void fill_slot(Problem& p, const Cache& c, int64_t slot) {
     const int64_t t = slot / 16, i = slot % 16;
     for (int64_t h = 0; h < c.kv_heads; h++) {
         const int64_t head = t * c.kv_heads + h;
-        for (int64_t d = 0; d < c.key_rows; d++) store_one(p, c, c.k, (head * c.key_rows + d) * 16 + i);
-        for (int64_t d = 0; c.v && d < c.value_row; d++) store_one(p, c, c.v, (head * 16 + i) * c.value_row + d);
+        const bool dot = c.type == HR_I8_DOT;
+        const int64_t key = head * c.key_rows * 16, value = head * 16 * c.value_row;
+        for (int64_t d = 0; d < c.key_rows; d++) store_one(p, c, c.k, key + (dot ? d / 4 * 64 + 4 * i + d % 4 : d * 16 + i));
+        for (int64_t d = 0; c.v && d < c.value_row; d++)
+            store_one(p, c, c.v, value + (dot ? i / 4 * 4 * c.value_row + 4 * d + i % 4 : i * c.value_row + d));
         for (float* scale : {c.k_scale, c.v_scale}) {
             if (!scale) break;
             if (c.type == HR_I4)

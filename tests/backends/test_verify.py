@@ -32,8 +32,23 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 CACHES = ("float32", "float16", "bfloat16", "int8")
 FORMS = [(weights, cache) for cache in CACHES for weights in WEIGHTS]
-FORMS += [("float32", "int4"), ("int4", "int4"), ("float32", "fp8_e4m3"), ("float32", "fp8_e5m2")]
-BLOCK_SIZES = {"float32": 16, "float16": 8, "bfloat16": 5, "int8": 16, "int4": 16, "fp8_e4m3": 8, "fp8_e5m2": 16}
+FORMS += [
+    ("float32", "int8_dot"),
+    ("float32", "int4"),
+    ("int4", "int4"),
+    ("float32", "fp8_e4m3"),
+    ("float32", "fp8_e5m2"),
+]
+BLOCK_SIZES = {
+    "float32": 16,
+    "float16": 8,
+    "bfloat16": 5,
+    "int8": 16,
+    "int8_dot": 8,
+    "int4": 16,
+    "fp8_e4m3": 8,
+    "fp8_e5m2": 16,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -235,7 +235,7 @@ def test_a_block_of_the_native_cache_is_moved_alone(dtype: str, block_size: int)
     assert all((layer.key_scales is not None) == (dtype in SCALED) for layer in source.layers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int8_dot", "fp8_e4m3", "fp8_e5m2"])
 def test_a_block_of_the_gpus_cache_is_moved_alone(dtype: str) -> None:
     source, target = (
         DeviceCache([LayerShape(2, 24), LayerShape(1, 16, kind=1)], [6, 6], 8, dtype, torch.device("cpu"))

@@ -72,7 +72,7 @@ def test_cache_bytes_are_those_of_the_engine() -> None:
 
     values = read_json(resolve("builtin", weights=False) / "config.json")
     counts = count(values, Forms("bfloat16"))
-    for kv_dtype in ("float32", "int8", "int4", "fp8_e4m3", "fp8_e5m2"):
+    for kv_dtype in ("float32", "int8", "int8_dot", "int4", "fp8_e4m3", "fp8_e5m2"):
         config = EngineConfig(kv_cache_dtype=kv_dtype, num_gpu_blocks_override=8, max_model_len=64, num_threads=1)
         core = build_engine(config)
         assert core.info.kv_token_bytes == counts.kv_token_bytes(kv_dtype), kv_dtype

@@ -169,6 +169,20 @@ HR_INLINE int32_t ihsum(I x) {
     t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1));
     return _mm_cvtsi128_si32(t);
 }
+#if defined(HR_ISA_AVX_VNNI)
+HR_INLINE __m256i dot(__m256i acc, __m256i u, __m256i s) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u), "x"(s));
+    return acc;
+}
+#else
+/* vpmaddubsw would saturate: even and odd bytes go as 16 bits. */
+HR_INLINE __m256i dot(__m256i acc, __m256i u, __m256i s) {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+}
+#endif
+HR_INLINE I dot(I acc, I u, I s) { return {dot(acc.a, u.a, s.a), dot(acc.b, u.b, s.b)}; }
 HR_INLINE void store_i8(int8_t* p, I x) {
     __m128i lo = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));
     __m128i hi = _mm_packs_epi32(_mm256_castsi256_si128(x.b), _mm256_extracti128_si256(x.b, 1));

@@ -100,6 +100,10 @@ HR_INLINE V look_up(V table, I index) { return {_mm512_permutexvar_ps(index.v, t
 HR_INLINE I izero() { return {_mm512_setzero_si512()}; }
 HR_INLINE I iadd(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 HR_INLINE int32_t ihsum(I a) { return _mm512_reduce_add_epi32(a.v); }
+HR_INLINE I dot(I acc, I u, I s) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(u.v), "v"(s.v));
+    return acc;
+}
 HR_INLINE void store_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 HR_INLINE void store_i8_n(int8_t* p, I a, int64_t n) { _mm512_mask_cvtsepi32_storeu_epi8(p, first_n(n).m, a.v); }
 HR_INLINE V pow2(I n) {

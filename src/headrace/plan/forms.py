@@ -11,9 +11,10 @@ from headrace.quant.schemes import Quantization, Scheme, find_method, kernel_nam
 
 FLOAT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 KV_ITEM_BYTES = {
-    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0,
+    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int8_dot": 1.0, "int4": 0.5, "fp8_e4m3": 1.0,
+    "fp8_e5m2": 1.0,
 }  # fmt: skip
-KV_SCALED = ("int8", "int4", "fp8_e4m3")
+KV_SCALED = ("int8", "int8_dot", "int4", "fp8_e4m3")
 """Forms of the cache whose keys and values have 4 bytes of scales for each token and head."""
 EXPERT_METHODS = ("mxfp4",)
 """Methods that quantise the experts alone."""

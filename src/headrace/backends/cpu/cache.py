@@ -19,10 +19,11 @@ from headrace.backends.cpu.memory import aligned
 from headrace.backends.states import StateCache
 
 TILE = 16
-TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5, "fp8_e5m2": 6}
+TYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int8": 3, "int4": 4, "fp8_e4m3": 5, "fp8_e5m2": 6,
+              "int8_dot": 7}  # fmt: skip
 STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8, "int4": np.uint8,
-          "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8}  # fmt: skip
-SCALED = ("int8", "int4", "fp8_e4m3")
+          "fp8_e4m3": np.uint8, "fp8_e5m2": np.uint8, "int8_dot": np.uint8}  # fmt: skip
+SCALED = ("int8", "int4", "fp8_e4m3", "int8_dot")
 """Types whose codes have 4 bytes of scales for each token and head."""
 TYPE_NAMES = {code: name for name, code in TYPE_CODES.items()}
 
@@ -30,14 +31,29 @@ F64 = NDArray[np.float64]
 F32 = NDArray[np.float32]
 
 
+class Fours:
+    """Values [tiles, 4, 4, kv_heads, row] whose lane 4 a + b is at [:, a, b], indexed by tile and lane, or by tiles."""
+
+    def __init__(self, view: NDArray[Any]) -> None:
+        self._view = view
+
+    def __getitem__(self, at: Any) -> NDArray[Any]:
+        part: NDArray[Any] = self._view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at]
+        return part
+
+    def __setitem__(self, at: Any, numbers: NDArray[Any]) -> None:
+        self._view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at] = numbers
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
     """keys [tiles, kv_heads, rows, 16] and values [tiles, kv_heads, 16, row] of one layer; bfloat16 as uint16. `rows`
     and `row` are the numbers of a key and of a value, or for int4 the bytes that they take (`packed_sizes`). Without
-    a `values` array, values are the first numbers of the keys.
+    a `values` array, values are the first numbers of the keys. For int8_dot keys [tiles, kv_heads, rows / 4, 16, 4]
+    and values [tiles, kv_heads, 4, row, 4], bytes both.
 
-    For int8 and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2, 16] (step
-    and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is subtracted from the keys.
+    For int8, int8_dot and fp8_e4m3 scales float32 [tiles, kv_heads, 16] of each; for int4 uint16 [tiles, kv_heads, 2,
+    16] (step and least number as bfloat16), and key_mean float32 [kv_heads, head_dim], which is subtracted from keys.
     """
 
     dtype: str
@@ -58,19 +74,28 @@ class LayerCache:
             "v_scale": self.value_scales,
         }
 
-    def by_slot(self) -> list[NDArray[Any]]:
-        """Return views [tiles, 16, kv_heads, ...] of everything that belongs to a slot."""
+    def by_slot(self) -> list[Any]:
+        """Return views [tiles, 16, kv_heads, ...] of everything that belongs to a slot, or `Fours`."""
         last = self.dtype == "int4"
-        views = [np.moveaxis(self.keys, 3, 1)]
-        if self.values is not None:
+        views: list[Any] = [np.moveaxis(self.keys, 3, 1)]
+        if self.dtype == "int8_dot":
+            views.append(Fours(np.moveaxis(self.values, (2, 4), (1, 2))))  # type: ignore[arg-type]
+        elif self.values is not None:
             views.append(np.moveaxis(self.values, 2, 1))
         scales = [scales for scales in (self.key_scales, self.value_scales) if scales is not None]
         return views + [np.moveaxis(array, 3 if last else 2, 1) for array in scales]
 
 
+def stored_as(shape: LayerShape, dtype: str) -> str:
+    """Return the type of a layer's cache: values that are a part of their keys can not lie four together as well."""
+    return "int8" if dtype == "int8_dot" and shape.shares_key else dtype
+
+
 def packed_sizes(shape: LayerShape, dtype: str) -> tuple[int, int]:
     """Return the elements that a token takes for one head: key, value (0 where the value is a part of the key)."""
     key, value = shape.head_dim, shape.value_size
+    if stored_as(shape, dtype) == "int8_dot":
+        return -(-key // 4) * 4, -(-value // TILE) * TILE
     if dtype == "int4":
         key, value = (key + 1) // 2, value // 32 * 16 + min(value % 32, 16)
     return key, 0 if shape.shares_key else value
@@ -95,6 +120,16 @@ def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
     if name == "v" and fields["v"] is None:
         return numbers(fields, "k", slots)[..., : fields["value_dim"]]
     dtype, (tile, lane) = TYPE_NAMES[fields["kv_type"]], np.divmod(slots, TILE)
+    if dtype == "int8_dot":
+        at = (
+            (tile, slice(None), slice(None), lane)
+            if name == "k"
+            else (tile, slice(None), lane // 4, slice(None), lane % 4)
+        )
+        raw = fields[name][at] ^ 128 if name == "k" else fields[name][at]
+        scale = np.moveaxis(fields[f"{name}_scale"], 2, 1)[tile, lane][..., None]
+        width = fields["head_dim" if name == "k" else "value_dim"]
+        return raw.view(np.int8).reshape(*scale.shape[:-1], -1)[..., :width].astype(np.float64) * scale
     codes = np.moveaxis(fields[name], 3 if name == "k" else 2, 1)[tile, lane]
     scales = fields[f"{name}_scale"]
     if dtype == "int4":
@@ -139,6 +174,7 @@ class KVCache:
 
     def _layer(self, shape: LayerShape, dtype: str) -> LayerCache:
         tiles, heads = -(-self.pool_sizes[shape.kind] * self.block_size // TILE), shape.num_kv_heads
+        dtype = stored_as(shape, dtype)
 
         def zeros(*dims: int, item: Any) -> NDArray[Any]:
             array: NDArray[Any] = aligned(int(np.prod(dims)) * np.dtype(item).itemsize).view(item).reshape(dims)
@@ -147,6 +183,8 @@ class KVCache:
         rows, row = packed_sizes(shape, dtype)
         keys = zeros(tiles, heads, rows, TILE, item=STORED[dtype])
         values = zeros(tiles, heads, TILE, row, item=STORED[dtype]) if row else None
+        if dtype == "int8_dot" and values is not None:
+            keys, values = keys.reshape(tiles, heads, -1, TILE, 4), values.reshape(tiles, heads, 4, row, 4)
         scales: list[Any] = [None, None]
         if dtype in SCALED:
             scales = [
@@ -159,7 +197,7 @@ class KVCache:
             mean = None if values is None else np.zeros((heads, shape.head_dim), np.float32)
         return LayerCache(dtype, shape.kind, keys, values, scales[0], scales[1], mean)
 
-    def _of_kind(self, kind: int | None) -> list[NDArray[Any]]:
+    def _of_kind(self, kind: int | None) -> list[Any]:
         """Return all arrays of the slots of a kind, or of every kind."""
         layers = [layer for layer in self.layers if isinstance(layer, LayerCache) and kind in (layer.kind, None)]
         unique = {id(layer): layer for layer in layers}

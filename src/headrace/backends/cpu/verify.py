@@ -44,10 +44,12 @@ SPARE = 1e-12
 CODE_STEP = 0.51
 """How far a code may be from the quotient that it rounds: a half, and what float32 adds to it."""
 
-_STEPS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 254, "int4": 1 / 15 + 2**-7,
-          "fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 8}  # fmt: skip
+_STEPS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 254, "int8_dot": 1 / 254,
+          "int4": 1 / 15 + 2**-7, "fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 8}  # fmt: skip
 CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
 """Greatest error of rounding to a type, as a share of the greatest number of a row."""
+ATTENTION_STEPS = {TYPE_CODES["int8_dot"]: 0.01}
+"""What the codes of queries and weights may add: half a 255th of the greatest weight for each key."""
 
 FIRST_BOOK, BESIDE_INT8 = 2, 64
 """Forms of i4 from FIRST_BOOK on have tables; with HR_BESIDE_INT8, whole numbers as in the integer kernels."""
@@ -153,7 +155,8 @@ class View:
         if name == "out" and expected.shape[1] == 1:
             # One number may be a small rest of many that cancel: it is compared with the greatest of the column.
             actual, expected = actual.T, expected.T
-        return _relative(actual.astype(np.float64), expected, 0.0)
+        step = ATTENTION_STEPS.get(self["kv_type"], 0.0) if self.node.op == "attention" else 0.0
+        return _relative(actual.astype(np.float64), expected, step)
 
 
 def _relative(actual: F64, expected: NDArray[Any], step: float) -> float:

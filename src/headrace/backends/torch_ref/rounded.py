@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.quant.base import Inputs
 
-KINDS = ("int8", "int4", "fp8_e4m3", "fp8_e5m2")
+KINDS = ("int8", "int8_dot", "int4", "fp8_e4m3", "fp8_e5m2")
 E4M3_MOST = 448.0
 LEAST = 1e-12
 """The least that a row's greatest magnitude counts as, so that a row of zeros has a scale."""
@@ -29,10 +29,11 @@ def as_stored(x: Tensor, dtype: str) -> Tensor:
         codes = torch.where(step > 0, torch.round((x - least) * (1 / step)).clamp(0, 15), 0)
         return codes * step + least
     amax = x.abs().amax(-1, keepdim=True)
-    most = 127.0 if dtype == "int8" else E4M3_MOST
+    whole = dtype != "fp8_e4m3"
+    most = 127.0 if whole else E4M3_MOST
     inverse = torch.where(amax > 0, most / amax, 0)
     codes = (x * inverse).clamp(-most, most)
-    codes = torch.round(codes) if dtype == "int8" else codes.to(torch.float8_e4m3fn).float()
+    codes = torch.round(codes) if whole else codes.to(torch.float8_e4m3fn).float()
     return codes * (amax / most)
 
 
