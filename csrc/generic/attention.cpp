@@ -224,7 +224,7 @@ struct State {
     int32_t *lo, *hi;
     float *factor, *step;    /* of the scores, and of the weights' codes (HR_I8_DOT) */
     int32_t *words, *added;  /* the codes of q, and what the keys' 128 adds to their sums */
-    int8_t* codes;           /* of weights, [HR_SPAN] each */
+    uint8_t* codes;          /* of weights, [HR_SPAN] each */
 };
 
 /* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. */
@@ -256,10 +256,11 @@ struct Sums {
 template <class K>
 Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, float q_sum, int lo, int hi, float* best) {
     V top = set1(-__builtin_inff()), sum = zero(), least = zero(), most = zero(), bad = zero();
-    auto note = [&](V w) { most = max(most, w), bad = add(bad, mul(w, zero())); };
+    auto note = [&](V w) { most = max(most, w), bad = fma(w, zero(), bad); };
     auto sums = [&] {
-        const float greatest = K::dot ? hmax(select(lt(most, set1(__builtin_inff())), most, zero())) + hsum(bad) : 0.0f;
-        return Sums{hsum(sum), hsum(least), greatest};
+        float greatest = 0.0f;
+        if constexpr (K::dot) greatest = bits(le(bad, zero())) == 0xffff ? hmax(most) : __builtin_nanf("");
+        return Sums{hsum(sum), K::type == HR_I4 ? hsum(least) : 0.0f, greatest};
     };
     if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
         V x[SPAN_TILES];
@@ -311,15 +312,18 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, fl
     return sums();
 }
 
-/* A combo's weights in a span as codes less 128, those of hidden keys too. */
+/* A combo's weights in a span as codes, those of hidden keys too. */
 void weight_codes(const State& st, int64_t n, float top) {
-    int8_t* codes = st.codes + n * HR_SPAN;
+    uint8_t* codes = st.codes + n * HR_SPAN;
     const int first = st.lo[n] / 16, last = (st.hi[n] + 15) / 16;
-    if (first > 0 || last < SPAN_TILES) memset(codes, -128, HR_SPAN);
+    if (first > 0 || last < SPAN_TILES) memset(codes, 0, HR_SPAN);
     const V inverse = set1(top > LEAST_TOP ? 255.0f / top : 0.0f);
     for (int t = first; t < last; t++) {
         const V w = min(mul(load(st.s + n * LD_S + t * 16), inverse), set1(255.0f));
-        store_i8(codes + t * 16, round_i32(sub(w, set1(128.0f))));
+        uint64_t halves[2]; /* of codes less 128, which fit a signed byte */
+        store_i8((int8_t*)halves, round_i32(sub(w, set1(128.0f))));
+        halves[0] ^= 0x8080808080808080u, halves[1] ^= 0x8080808080808080u;
+        memcpy(codes + t * 16, halves, 16);
     }
     st.step[n] = top / 255.0f;
 }
@@ -333,21 +337,19 @@ void query_codes(const float* x, int64_t width, float* factor, int32_t* words, i
     }
     const float top = hmax(select(lt(most, set1(__builtin_inff())), most, zero())) + hsum(bad);
     const float inverse = top > LEAST_TOP ? 16256.0f / top : 0.0f;
-    int32_t sums[2] = {0, 0};
+    I high_sum = izero(), low_sum = izero();
     for (int64_t i = 0; i < width; i += 16) {
-        float codes[16];
-        store(codes, to_f32(round_i32(min(max(mul(load_n(x + i, least(16, width - i)), set1(inverse)), set1(-16256.0f)),
-                                          set1(16256.0f)))));
-        for (int64_t j = i; j < i + 16 && j < (width + 3) / 4 * 4; j++) {
-            const int32_t code = codes[j - i] == codes[j - i] ? (int32_t)codes[j - i] : 0, high = (code + 64) >> 7;
-            const int32_t low = code - high * 128;
-            int8_t* at = (int8_t*)(words + j / 4 * 2 * ld) + j % 4;
-            at[0] = (int8_t)high, at[ld * 4] = (int8_t)low;
-            sums[0] += high, sums[1] += low;
-        }
+        const V y = mul(load_n(x + i, least(16, width - i)), set1(inverse));
+        const I code = iadd(round_i32(min(max(y, set1(-16256.0f)), set1(16256.0f))), iset1(64));
+        const I high = shift_signed<7>(code), low = iadd(iand(code, iset1(127)), iset1(-64));
+        int32_t parts[2][4];
+        store_i8((int8_t*)parts[0], high), store_i8((int8_t*)parts[1], low);
+        for (int64_t j = i / 4; j < i / 4 + 4 && j < (width + 3) / 4; j++)
+            words[j * 2 * ld] = parts[0][j - i / 4], words[(j * 2 + 1) * ld] = parts[1][j - i / 4];
+        high_sum = iadd(high_sum, high), low_sum = iadd(low_sum, low);
     }
     *factor *= top / 16256.0f;
-    added[0] = sums[0] * 128, added[1] = sums[1] * 128;
+    added[0] = ihsum(high_sum) * 128, added[1] = ihsum(low_sum) * 128;
 }
 
 /* The softmax of a tile of combos; m, l and alpha of those that see keys of the span. */
@@ -362,7 +364,7 @@ void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t bas
             sums[i] = totals.w, leasts[i] = totals.least;
             if constexpr (K::dot) weight_codes(st, n, totals.top);
         } else if constexpr (K::dot) {
-            memset(st.codes + n * HR_SPAN, -128, HR_SPAN);
+            memset(st.codes + n * HR_SPAN, 0, HR_SPAN);
         }
     }
     V alpha = exp_falling(sub(load_n(st.m + base, combos), load_n(best, combos)));
@@ -399,47 +401,43 @@ void weigh(const Cache& c, const Span& span, const void* const* ahead, State& st
     for (int i = 0; i < combos; i++) alone(i, all_to, to[i]);
 }
 
-/* The same for weights that are codes: a hidden key's is 0. */
-void weigh_codes(const Cache& c, const Span& span, const void* const* ahead, State& st, int64_t base, int combos) {
-    int first = HR_SPAN, last = 0;
-    bool sees[MAX_COMBOS];
-    for (int i = 0; i < combos; i++) {
-        const int from = st.lo[base + i], to = st.hi[base + i];
-        if ((sees[i] = from < to)) first = (int)least(first, from), last = (int)most(last, to);
-    }
-    if (first >= last) return;
-    dot_values(combos, st.codes + base * HR_SPAN, span.v, ahead, first / 4, (last + 3) / 4, span.ld_v * 4, sees,
-               st.step + base, st.alpha + base, st.acc + base * c.ld_acc, c.ld_acc);
-    for (int i = 0; i < combos; i++)
-        if (sees[i]) st.alpha[base + i] = 1.0f;
-}
-
 template <class K, class Read>
 void attend_span(const Cache& c, const Span& span, const Span& next, State& st, int64_t num_tiles, int64_t combos) {
     auto begin = [&](int64_t tile) { return combos * tile / num_tiles; };
     auto count = [&](int64_t tile) { return (int)(begin(tile + 1) - begin(tile)); };
-    enum { PANEL = 4 }; /* key tiles whose floats stay in L1 while all combos pass */
-    for (int panel = 0; panel < SPAN_TILES; panel += PANEL)
+    if constexpr (Read::dot) { /* few bytes a span: it stays in L1 beside a tile's scores */
         for (int64_t i = 0; i < num_tiles; i++) {
-            int64_t base = begin(i), end = begin(i + 1);
+            const int64_t base = begin(i);
             int first = HR_SPAN, last = 0;
-            for (int64_t n = base; n < end; n++)
+            for (int64_t n = base; n < begin(i + 1); n++)
                 if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
-            first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
             if (first >= last) continue;
-            if constexpr (Read::dot)
-                dot_scores((int)(end - base), st.words + base * c.key_rows / 2, st.added + base * 2, span.k,
-                           i ? span.k : next.k, first, last, c.key_rows / 4, st.s + base * LD_S);
-            else
-                scores<Read>((int)(end - base), st.q + base * c.ld_q, span.k, i ? span.k : next.k, first, last,
-                             c.head_dim, st.s + base * LD_S);
+            dot_scores(count(i), st.words + base * c.key_rows / 2, st.added + base * 2, span.k, i ? span.k : next.k,
+                       first / 16, (last + 15) / 16, c.key_rows / 4, st.s + base * LD_S);
+            softmax<K>(c.args, span, st, base, count(i));
+            bool sees[MAX_COMBOS];
+            for (int n = 0; n < count(i); n++) sees[n] = st.lo[base + n] < st.hi[base + n];
+            dot_values(count(i), st.codes + base * HR_SPAN, span.v, i ? span.v : next.v, first / 4, (last + 3) / 4,
+                       span.ld_v * 4, sees, st.step + base, st.alpha + base, st.acc + base * c.ld_acc, c.ld_acc);
+            for (int n = 0; n < count(i); n++)
+                if (sees[n]) st.alpha[base + n] = 1.0f;
         }
-    for (int64_t i = 0; i < num_tiles; i++) softmax<K>(c.args, span, st, begin(i), count(i));
-    for (int64_t i = 0; i < num_tiles; i++)
-        if constexpr (Read::dot)
-            weigh_codes(c, span, i ? span.v : next.v, st, begin(i), count(i));
-        else
-            weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
+    } else {
+        enum { PANEL = 4 }; /* key tiles whose floats stay in L1 while all combos pass */
+        for (int panel = 0; panel < SPAN_TILES; panel += PANEL)
+            for (int64_t i = 0; i < num_tiles; i++) {
+                int64_t base = begin(i), end = begin(i + 1);
+                int first = HR_SPAN, last = 0;
+                for (int64_t n = base; n < end; n++)
+                    if (st.lo[n] < st.hi[n]) first = (int)least(first, st.lo[n]), last = (int)most(last, st.hi[n]);
+                first = (int)most(first / 16, panel), last = (int)least((last + 15) / 16, panel + PANEL);
+                if (first < last)
+                    scores<Read>((int)(end - base), st.q + base * c.ld_q, span.k, i ? span.k : next.k, first, last,
+                                 c.head_dim, st.s + base * LD_S);
+            }
+        for (int64_t i = 0; i < num_tiles; i++) softmax<K>(c.args, span, st, begin(i), count(i));
+        for (int64_t i = 0; i < num_tiles; i++) weigh<Read>(c, span, i ? span.v : next.v, st, begin(i), count(i));
+    }
 }
 
 /* One piece; the next one is taken at the last span but one, so that its first keys can be fetched by then. */
@@ -462,7 +460,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
     st.factor = scratch.take<float>(combos), st.step = scratch.take<float>(combos);
     st.words = scratch.take<int32_t>(K::dot ? combos * c.key_rows / 2 : 0);
     st.added = scratch.take<int32_t>(K::dot ? combos * 2 : 0);
-    st.codes = scratch.take<int8_t>(K::dot ? combos * HR_SPAN : 0);
+    st.codes = scratch.take<uint8_t>(K::dot ? combos * HR_SPAN : 0);
     float* widened = scratch.take<float>(widen ? SPAN_TILES * 16 * (c.ld_q + c.ld_acc) : 0);
     const int64_t token_bytes = (c.key_rows + c.value_row) * (int64_t)sizeof(typename K::E) + 8;
     void* gathered = scratch.take<char>(gather ? SPAN_TILES * 16 * token_bytes : 0);

@@ -263,8 +263,8 @@ static void dot_scores_tile(const int32_t* q, const int32_t* added, const void* 
             fetch(next[t] + d * 64);
 #pragma GCC unroll 8
             for (int c = 0; c < C; c++) {
-                high[c][t] = dot(high[c][t], x, iset1(q[c]));
-                low[c][t] = dot(low[c][t], x, iset1(q[C + c]));
+                high[c][t] = dot(high[c][t], x, q + c);
+                low[c][t] = dot(low[c][t], x, q + C + c);
             }
         }
     }
@@ -283,9 +283,9 @@ static void dot_scores(const int32_t* q, const int32_t* added, const void* const
     for (; t < last; t++) dot_scores_tile<C, 1>(q, added, tiles + t, ahead + t, words, s + t * 16);
 }
 
-/* codes: those of HR_SPAN keys of each combo, less 128. A combo that sees no key is left as it is. */
+/* codes: those of HR_SPAN keys of each combo, of a hidden one 0. A combo that sees no key is left as it is. */
 template <int C, int D>
-static void dot_values_tile(const int8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
+static void dot_values_tile(const uint8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
                             int64_t row, int64_t d0, const bool* sees, const float* step, const float* alpha, float* acc,
                             int64_t ld_acc) {
     I a[C][D];
@@ -299,9 +299,9 @@ static void dot_values_tile(const int8_t* codes, const void* const* tiles, const
         I w[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) {
-            uint32_t four;
+            int32_t four;
             memcpy(&four, codes + c * HR_SPAN + g * 4, 4);
-            w[c] = iset1((int32_t)(four ^ 0x80808080u));
+            w[c] = iset1(four);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < D; i++) {
@@ -322,7 +322,7 @@ static void dot_values_tile(const int8_t* codes, const void* const* tiles, const
 }
 
 template <int C>
-static void dot_values(const int8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
+static void dot_values(const uint8_t* codes, const void* const* tiles, const void* const* ahead, int first, int last,
                        int64_t row, const bool* sees, const float* step, const float* alpha, float* acc, int64_t ld_acc) {
     constexpr int W = tile_width(C);
     int64_t d = 0;
@@ -339,7 +339,7 @@ static void dot_scores(int combos, const int32_t* q, const int32_t* added, const
 #undef HR_CALL
 }
 
-static void dot_values(int combos, const int8_t* codes, const void* const* tiles, const void* const* ahead, int first,
+static void dot_values(int combos, const uint8_t* codes, const void* const* tiles, const void* const* ahead, int first,
                        int last, int64_t row, const bool* sees, const float* step, const float* alpha, float* acc,
                        int64_t ld_acc) {
 #define HR_CALL(n) dot_values<n>(codes, tiles, ahead, first, last, row, sees, step, alpha, acc, ld_acc)

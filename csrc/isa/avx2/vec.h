@@ -182,6 +182,10 @@ HR_INLINE __m256i dot(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
 }
 #endif
+HR_INLINE I dot(I acc, I u, const int32_t* word) {
+    const __m256i s = _mm256_set1_epi32(*word);
+    return {dot(acc.a, u.a, s), dot(acc.b, u.b, s)};
+}
 HR_INLINE I dot(I acc, I u, I s) { return {dot(acc.a, u.a, s.a), dot(acc.b, u.b, s.b)}; }
 HR_INLINE void store_i8(int8_t* p, I x) {
     __m128i lo = _mm_packs_epi32(_mm256_castsi256_si128(x.a), _mm256_extracti128_si256(x.a, 1));

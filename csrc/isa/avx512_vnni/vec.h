@@ -104,6 +104,10 @@ HR_INLINE I dot(I acc, I u, I s) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(u.v), "v"(s.v));
     return acc;
 }
+HR_INLINE I dot(I acc, I u, const int32_t* word) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc.v) : "v"(u.v), "m"(*word));
+    return acc;
+}
 HR_INLINE void store_i8(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 HR_INLINE void store_i8_n(int8_t* p, I a, int64_t n) { _mm512_mask_cvtsepi32_storeu_epi8(p, first_n(n).m, a.v); }
 HR_INLINE V pow2(I n) {

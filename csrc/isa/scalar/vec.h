@@ -121,12 +121,13 @@ HR_INLINE V as_floats(I a) { V r; memcpy(r.v, a.v, 64); return r; }
 HR_INLINE V look_up(V table, I index) { V r; HR_EACH r.v[i] = table.v[index.v[i] & 15]; return r; }
 HR_INLINE I izero() { I r; HR_EACH r.v[i] = 0; return r; }
 HR_INLINE I iadd(I a, I b) { I r; HR_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return r; }
-/* acc plus four products of the unsigned bytes of u and the signed ones of s. */
+/* acc plus four products of the unsigned bytes of u and the signed ones of s, or of one word for all. */
 HR_INLINE I dot(I acc, I u, I s) {
     HR_EACH for (int b = 0; b < 32; b += 8)
         acc.v[i] = (int32_t)((uint32_t)acc.v[i] + (uint32_t)((int32_t)((uint32_t)u.v[i] >> b & 255) * (int8_t)((uint32_t)s.v[i] >> b)));
     return acc;
 }
+HR_INLINE I dot(I acc, I u, const int32_t* word) { return dot(acc, u, iset1(*word)); }
 HR_INLINE int32_t ihsum(I a) { uint32_t s = 0; HR_EACH s += (uint32_t)a.v[i]; return (int32_t)s; }
 HR_INLINE void store_i8_n(int8_t* p, I a, int64_t n) {
     for (int i = 0; i < n; i++) p[i] = (int8_t)(a.v[i] < -128 ? -128 : a.v[i] > 127 ? 127 : a.v[i]);

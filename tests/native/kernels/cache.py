@@ -7,8 +7,8 @@ from tests.native.kernels.calls import Array, Floats, Values
 
 from headrace import _native
 
-KINDS = ("f32", "f16", "bf16", "int8", "int4", "e4m3", "e5m2")
-SCALED = ("int8", "int4", "e4m3")
+KINDS = ("f32", "f16", "bf16", "int8", "int4", "e4m3", "e5m2", "int8_dot")
+SCALED = ("int8", "int4", "e4m3", "int8_dot")
 ISAS: list[str] = _native.isas()
 
 
@@ -54,7 +54,7 @@ def encoded(x: Floats, kind: str) -> tuple[Array, Floats]:
             codes = np.rint((x - least[..., None]) * inverse[..., None])
             return np.clip(np.nan_to_num(codes), 0, 15).astype(np.uint8), np.stack([step, least], -1)
         amax = np.abs(x).max(-1)
-        most = np.float32(127 if kind == "int8" else 1.75)
+        most = np.float32(1.75 if kind == "e4m3" else 127)
         inverse = np.where(amax == 0, np.float32(0), most / amax).astype(np.float32)
         if kind == "e4m3":
             halves = to_half_byte(np.clip(x * inverse[..., None], -most, most), 3, 7)
@@ -90,6 +90,7 @@ class Cache:
         shares: bool = False,
     ) -> None:  # fmt: skip
         self.kind, self.kv_heads, self.value_dim, self.shares = kind, kv_heads, value_dim or head_dim, shares
+        self.head_dim = head_dim
         tiles = -(-num_slots // 16)
         fill, scale = encoded(np.full(1, rubbish, np.float32), kind)
         self.packing = {"key": places(head_dim, "key"), "value": places(self.value_dim, "value")}
@@ -98,6 +99,9 @@ class Cache:
         )
         self.k = np.full((tiles, kv_heads, rows, 16), fill[0])
         self.v = np.full((tiles, kv_heads, 16, row), fill[0])
+        if kind == "int8_dot":
+            self.k = np.full((tiles, kv_heads, -(-head_dim // 4), 16, 4), fill[0])
+            self.v = np.full((tiles, kv_heads, 4, -(-self.value_dim // 16) * 16, 4), fill[0])
         if kind == "int4":
             bits = to_bf16(np.full(1, rubbish, np.float32))[0]
             self.k_scale: Array = np.full((tiles, kv_heads, 2, 16), bits, np.uint16)
@@ -116,7 +120,13 @@ class Cache:
                 codes = self.packed(codes, what)
             else:
                 swapaxes[tile, lane] = scales
-            if what == "key":
+            if self.kind == "int8_dot":
+                for d in range(codes.shape[-1]):
+                    if what == "key":
+                        self.k[tile, :, d // 4, lane, d % 4] = codes[..., d] ^ -128
+                    else:
+                        self.v[tile, :, lane // 4, d, lane % 4] = codes[..., d]
+            elif what == "key":
                 self.k[tile, :, :, lane] = codes
             else:
                 self.v[tile, :, lane] = codes
@@ -133,7 +143,12 @@ class Cache:
         """Keys and values [R, kv_heads, D] without scales, and the two scales [R, kv_heads] (int4: [..., 2])."""
         tile, lane = slots // 16, slots % 16
         result = []
-        for what, codes in (("key", self.k[tile, :, :, lane]), ("value", self.v[tile, :, lane])):
+        if self.kind == "int8_dot":
+            keys = self.k[tile, :, :, lane].reshape(len(slots), self.kv_heads, -1)[..., : self.head_dim] ^ -128
+            stored = [keys, self.v[tile, :, lane // 4, :, lane % 4][..., : self.value_dim]]
+        else:
+            stored = [self.k[tile, :, :, lane], self.v[tile, :, lane]]
+        for what, codes in zip(("key", "value"), stored, strict=True):
             if self.kind == "int4":
                 codes = np.stack([codes[..., byte] >> bit & 15 for byte, bit in self.packing[what]], -1)
             result.append(decoded(codes, self.kind))

@@ -48,7 +48,7 @@ _STEPS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 
           "int4": 1 / 15 + 2**-7, "fp8_e4m3": 1 / 28, "fp8_e5m2": 1 / 8}  # fmt: skip
 CACHE_STEPS = {TYPE_CODES[name]: step for name, step in _STEPS.items()}
 """Greatest error of rounding to a type, as a share of the greatest number of a row."""
-ATTENTION_STEPS = {TYPE_CODES["int8_dot"]: 0.01}
+ATTENTION_STEPS = {TYPE_CODES["int8_dot"]: 0.03}
 """What the codes of queries and weights may add: half a 255th of the greatest weight for each key."""
 
 FIRST_BOOK, BESIDE_INT8 = 2, 64
