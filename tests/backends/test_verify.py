@@ -14,10 +14,10 @@ from tests.formats.gguf.test_models import BIG, MIXTURES, quantised
 from tests.support.harness import RandomModels, load, random_ids, save_random, scattered_tables
 
 from headrace import models
+from headrace.backends.cpu.check.verify import REFERENCE, Difference, verify
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.program import TapedProgram
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.cpu.verify import REFERENCE, Difference, verify
 from headrace.backends.graph import Node
 from headrace.backends.native import require_native
 from headrace.backends.step import Chunks

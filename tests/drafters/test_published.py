@@ -30,7 +30,7 @@ from tests.drafters.published import (
 from tests.support.harness import save_random
 from torch import Tensor
 
-from headrace.backends.cpu.verify import verify
+from headrace.backends.cpu.check.verify import verify
 from headrace.drafters import eagle, medusa, mtp
 from headrace.drafters.base import F32, Context, Drafter
 from headrace.protocol.errors import CheckpointError, RequestError

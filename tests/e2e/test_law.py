@@ -32,9 +32,9 @@ from tests.support.serving import serve, wait_for
 from tests.support.shallow import shallow
 
 from headrace import LLM
+from headrace.backends.cpu.check.verify import View
 from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.cpu.verify import View
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 from headrace.sampling.sampler import Row

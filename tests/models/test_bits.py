@@ -22,8 +22,8 @@ from tests.support.harness import (
 )
 
 from headrace import models
+from headrace.backends.cpu.check.verify import View
 from headrace.backends.cpu.tape import Tape
-from headrace.backends.cpu.verify import View
 from headrace.backends.step import Chunks, HostLogits, Logits, StepRows
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.params import SamplingParams

@@ -63,8 +63,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_model_len": "Context length in tokens; by default the model's own.",
         "block_size": "Tokens in a block of the KV cache.",
         "num_gpu_blocks_override": "Blocks in the KV cache, instead of as many as fit the memory.",
-        "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3. With --backend "
-        "torch_ref, the quantised formats save no memory.",
+        "kv_cache_dtype": f"Number format of the KV cache: {', '.join(KV_DTYPES)}; fp8 is fp8_e4m3; int8_dot "
+        "(CPU) is int8 with products of integers. With --backend torch_ref, the quantised formats save no memory.",
         "num_threads": "Threads of the native kernels; 0 is one for each core that the process may use.",
         "tensor_parallel_size": "Processes that compute the model together, each some columns and heads of each layer; "
         "the output is the same. On CPUs of this host, or with --rendezvous of several; see howto-scale.md.",

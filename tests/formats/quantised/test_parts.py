@@ -17,8 +17,8 @@ from tests.support.harness import follow, load, save_random
 from tests.support.stored import V, mixed
 
 from headrace import models
+from headrace.backends.cpu.check.verify import verify
 from headrace.backends.cpu.matrix import CpuMatrix
-from headrace.backends.cpu.verify import verify
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import Scheme
 from headrace.quantize.base import Options

@@ -121,15 +121,13 @@ def numbers(fields: Mapping[str, Any], name: str, slots: NDArray[Any]) -> F64:
         return numbers(fields, "k", slots)[..., : fields["value_dim"]]
     dtype, (tile, lane) = TYPE_NAMES[fields["kv_type"]], np.divmod(slots, TILE)
     if dtype == "int8_dot":
-        at = (
-            (tile, slice(None), slice(None), lane)
-            if name == "k"
-            else (tile, slice(None), lane // 4, slice(None), lane % 4)
-        )
-        raw = fields[name][at] ^ 128 if name == "k" else fields[name][at]
+        array, every = fields[name], slice(None)
+        raw = array[tile, :, :, lane] ^ 128 if name == "k" else array[tile, every, lane // 4, every, lane % 4]
         scale = np.moveaxis(fields[f"{name}_scale"], 2, 1)[tile, lane][..., None]
         width = fields["head_dim" if name == "k" else "value_dim"]
-        return raw.view(np.int8).reshape(*scale.shape[:-1], -1)[..., :width].astype(np.float64) * scale
+        codes = raw.view(np.int8).reshape(*scale.shape[:-1], -1)[..., :width]
+        y: F64 = codes.astype(np.float64) * scale
+        return y
     codes = np.moveaxis(fields[name], 3 if name == "k" else 2, 1)[tile, lane]
     scales = fields[f"{name}_scale"]
     if dtype == "int4":

@@ -150,7 +150,7 @@ class TapedProgram:
     def _verify(self, dims: list[int]) -> None:
         """Run the step record by record, instead of and not after a whole run: a state that is written in place would
         advance twice."""
-        from headrace.backends.cpu.verify import verify  # it imports torch
+        from headrace.backends.cpu.check.verify import verify  # it imports torch
 
         for difference in verify(self.tape, dims):
             logger.error("record %d, %s: %s differs by %.2g", *astuple(difference))
