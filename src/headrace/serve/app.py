@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -183,9 +184,11 @@ def _open_ring(server: ServerConfig) -> KeyRing:
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent"."""
+    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent". `overload`: the state
+    in which calls are refused, if any are."""
 
     status: str
+    overload: str | UnsetType = UNSET
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -222,7 +225,9 @@ def _add_operations(
         return probed(status, "serving")
 
     def probed(status: str, good: str) -> Response:
-        return json_response(Status(status=status), 200 if status == good else 503)
+        overload = lifespan.overload
+        refusing = overload.state.word if overload.refused else UNSET
+        return json_response(Status(status=status, overload=refusing), 200 if status == good else 503)
 
     def version() -> routing.Version:
         """headrace's version."""
