@@ -120,7 +120,7 @@ def create_app(
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)
     planning.add_routes(app, plans)
-    lifespan.at_end += [inspection.close, plans.close]
+    lifespan.at_end += [inspection.close, plans.close, *([] if folder is None else [folder.close])]
     if server.inspector:
         page.add_routes(app)
     aliases.add_routes(app)
