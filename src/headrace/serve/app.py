@@ -302,6 +302,7 @@ def serve(
         logger.warning("%s", note)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(process.ended_by_signals())
             # First: a port in use ends the start at once, and a client that connects from now on waits for its answer.
             sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
             status = process.run(make_app(engine, server, has_model, make_client), server, sockets)

@@ -187,17 +187,17 @@ def test_a_server_keeps_the_uploads_of_another_on_its_folder_and_control_without
         if not is_locked:
             first.folder.close()
         upload = first.folder.new_file()
-        made = first.folder.root / ".unfinished" / "made"
-        made.mkdir(parents=True)
+        unfinished = first.folder.root / ".unfinished" / "model"
+        unfinished.mkdir(parents=True)
         assert HTTP.post(first.url + address, content=body).status_code == 201
         with Folded(tmp_path, tokenizer):
             assert HTTP.head(first.url + address).status_code == (200 if is_locked else 404)
-            assert upload.exists() is made.exists() is is_locked
+            assert upload.exists() is unfinished.exists() is is_locked
     assert ("is used by another server too" in caplog.text) is is_locked
     # The next one has the folder to itself.
     ModelFolder(str(tmp_path)).close()
     assert not upload.exists()
-    assert not made.exists()
+    assert not unfinished.exists()
 
 
 def test_a_folder_that_can_not_be_locked_is_left_as_it_is(
