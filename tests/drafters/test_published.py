@@ -278,8 +278,9 @@ def test_what_does_not_fit_the_target_is_told(
 ) -> None:
     make_files(tmp_path)
     module = MODULES[method]
-    with pytest.raises(CheckpointError, match=words.replace(".", r"\.")):
+    with pytest.raises(CheckpointError, match=words.replace(".", r"\.")) as caught:
         module.make(spec_of(method=method, model=str(tmp_path)), target_of(base[0]))
+    assert str(tmp_path) in str(caught.value)
 
 
 MODULES: dict[str, Any] = {"eagle": eagle, "mtp": mtp, "medusa": medusa}

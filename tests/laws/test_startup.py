@@ -40,7 +40,7 @@ print(" ".join(sorted({{name.split(".")[0] for name in sys.modules}})))
 
 # The console script's own code, without leaving the process at its end.
 COMMAND = """
-from headrace.cli.main import main
+from headrace.__main__ import main
 sys.argv = ["headrace", *{words!r}]
 with redirect_stdout(io.StringIO()) as printed:
     try:

@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,12 @@ from headrace.protocol.speculation import SpeculativeConfig
 from headrace.serve import errors, loading
 from headrace.serve.errors import CallError, text_of, without_paths
 from headrace.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def first_of_its_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test's holders have had no line of the log yet."""
+    monkeypatch.setattr(errors, "hidden_paths", errors.HiddenPaths())
 
 
 def cut_weights(model: Path) -> None:
@@ -199,6 +206,28 @@ def test_S_22_the_words_of_the_caller_stay(caplog: pytest.LogCaptureFixture) -> 
     )
     assert "/srv/models/x/config.json is missing" in caplog.text
     assert text_of(CallError(404, "not_found", "there is no /a/b here")) == "there is no /a/b here"
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_S_22_of_each_holder_one_line_a_minute_tells_of_hidden_paths(
+    is_limited: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(errors, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    if not is_limited:
+        monkeypatch.setattr("headrace.engine.tenants.MINUTE_S", 0.0)
+    for name in ("alice", "bob", "alice", "alice", "bob"):
+        with acting_as(Tenant(name)):
+            assert text_of(ModelNotFoundError(f"{name}: /etc/passwd")) == f"{name}: passwd"
+    clock.now += 60.0
+    with acting_as(Tenant("alice")):
+        text_of(ModelNotFoundError("later: /etc/passwd"))
+    lines = [message.partition("does not see")[2] for message in caplog.messages]
+    if is_limited:
+        more = " (and 2 more since the last such line)"
+        assert lines == [": alice: /etc/passwd", ": bob: /etc/passwd", f"{more}: later: /etc/passwd"]
+    else:
+        assert len(lines) == 6
 
 
 def test_the_log_is_not_told_of_what_is_shown_anyway(caplog: pytest.LogCaptureFixture) -> None:

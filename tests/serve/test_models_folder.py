@@ -49,7 +49,8 @@ class Folded(Live):
     def __init__(self, root: Path, tokenizer: Tokenizer, stays: bool = False, **settings: Any) -> None:
         self.root = root
         server = ServerConfig(log_stats_interval=0, models_dir=str(root), **settings)
-        super().__init__(inproc(), tokenizer, server, stays, folder=ModelFolder(str(root)))
+        self.folder = ModelFolder(str(root))
+        super().__init__(inproc(), tokenizer, server, stays, folder=self.folder)
 
 
 @pytest.fixture(autouse=True)

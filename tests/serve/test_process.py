@@ -27,7 +27,7 @@ from headrace.cli import main as cli
 from headrace.engine import logs, progress
 from headrace.engine.logs import JsonFormatter, LineFormatter
 from headrace.protocol.step import EngineInfo
-from headrace.serve import app, process, startup
+from headrace.serve import app, early_signals, process, startup
 
 
 class Started:
@@ -137,6 +137,64 @@ def test_K13_exit_statuses(
     assert re.search(words.replace("PORT", port), " ".join(output.split())), output
     assert "Traceback" not in output
     assert "Errno" not in output
+
+
+SIGNALLED = """
+import contextlib, os, signal, sys
+from headrace.__main__ import early_signals, main
+
+when, takes, name, words = sys.argv[1], sys.argv[2] == "True", sys.argv[3], sys.argv[4:]
+sys.argv = ["headrace", "serve", "builtin", "--port", "0", *words]
+hold = early_signals.hold
+
+
+def come():
+    os.kill(os.getpid(), getattr(signal, name))
+
+
+def at_once():
+    if takes:
+        hold()
+    come()
+
+
+early_signals.hold = at_once if when == "at once" else lambda: None
+if when == "while it loads":
+    from headrace.serve import process
+
+    if not takes:
+        process.ended_by_signals = contextlib.nullcontext
+    listen = process.listen
+    process.listen = lambda *arguments: come() or listen(*arguments)
+main()
+"""
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("when", ["at once", "while it loads"])
+@pytest.mark.parametrize(("name", "form"), [("SIGTERM", "text"), ("SIGINT", "json")])
+def test_K13_a_signal_before_the_server_begins_ends_it_with_a_word(
+    name: str, form: str, when: str, takes: bool
+) -> None:
+    words = [when, str(takes), name, "--log-format", form]
+    done = subprocess.run(
+        tied([sys.executable, "-c", SIGNALLED, *words]), capture_output=True, text=True, timeout=100, check=False
+    )
+    last = done.stderr.splitlines()[-1] if done.stderr else ""
+    message = f"{name}: ending; the server had not begun"
+    if takes:
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        assert (json.loads(last)["message"] if form == "json" else last.partition("server: ")[2]) == message
+    else:
+        assert done.returncode != 0
+        assert message not in done.stderr
+
+
+def test_the_handlers_of_signals_are_as_before_when_a_start_has_failed() -> None:
+    before = [signal.getsignal(name) for name in early_signals.SIGNALS]
+    with process.ended_by_signals():
+        assert all(signal.getsignal(name) not in before for name in early_signals.SIGNALS)
+    assert [signal.getsignal(name) for name in early_signals.SIGNALS] == before
 
 
 def test_sockets_listen_at_every_address_of_a_host_on_one_port() -> None:

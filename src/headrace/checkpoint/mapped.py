@@ -112,7 +112,7 @@ class MappedCheckpoint:
     def table(self, name: str, shape: tuple[int, int]) -> NDArray[Any]:
         """Return an embedding table [V, H], mapped. Raises `CheckpointError` for another shape or no floats."""
         if name not in self._places:
-            raise CheckpointError(f"{name} is missing from the checkpoint")
+            raise self.missing(name)
         entry, file = self.entry(name), self.file(name)
         verify_shape(name, entry.shape, shape)
         values = self.array(name)
@@ -122,6 +122,12 @@ class MappedCheckpoint:
             raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
         file.advise(self._places[name].name, mmap.MADV_RANDOM)
         return values
+
+    def missing(self, name: str) -> CheckpointError:
+        """Return the error of a tensor that no file has. It names the files that were searched."""
+        files = self.files
+        others = f" and from the {len(files) - 1} files beside it" if files[1:] else ""
+        return CheckpointError(f"{name} is missing from {files[0]}{others}")
 
     def entry(self, name: str) -> Entry:
         """Return the entry of tensor `name`, which may be a part of one of the file's tensors."""

@@ -6,8 +6,9 @@ It must not import torch. Called by `engine.library.load`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from headrace.backends.base import Backend
@@ -20,6 +21,18 @@ from headrace.protocol.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the directory or file of a model before the text of each `CheckpointError` that does not name it."""
+    try:
+        yield
+    except CheckpointError as error:
+        text = str(error)
+        if str(path) in text or (path.is_file() and path.name in text):
+            raise
+        raise CheckpointError(f"{path}: {text}") from error
 
 
 class Packing(NamedTuple):

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.checkpoint.reader import Parts, ResidentBytes
-from headrace.protocol.errors import CheckpointError
 
 
 class Checkpoint(MappedCheckpoint):
@@ -39,7 +38,7 @@ class LayerTensors:
 
     def __call__(self, name: str) -> NDArray[Any]:
         if not self.has(name):
-            raise CheckpointError(f"{name} is missing from the checkpoint")
+            raise self._checkpoint.missing(name)
         if self._parts.take(name):
             entry = self._checkpoint.entry(name)
             self.num_bytes += entry.end - entry.begin

@@ -2,7 +2,7 @@
 
 A deliberate error (`HeadraceError`) is one line on stderr and exit status 1, or 2 where a value on the command line
 is at fault; an error of a disk that is full or fails is one line too. Anything else is a bug and keeps its traceback.
-Called by the console script and `python -m headrace`.
+Called by `headrace.__main__`.
 """
 
 from __future__ import annotations

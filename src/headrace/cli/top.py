@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from headrace.insight.state import State
 
 BAR = 40
+
+
+class Look(NamedTuple):
+    """What a server sends once a second: its engine's state, and its overload, as the page has it."""
+
+    state: State
+    overload: Mapping[str, Any]
 
 
 def top(
@@ -33,27 +40,27 @@ def top(
 
     url = url.rstrip("/")
     console = Console(width=None if sys.stdout.isatty() else 100)
-    with closing(states(url, api_key)) as source:  # type: ignore[type-var]
+    with closing(looks(url, api_key)) as source:  # type: ignore[type-var]
         before = next(source)
         if once:
-            for line in lines(before, next(source)):
+            for line in lines(before.state, next(source)):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
         with keys() as is_ended, Live(console=console, screen=sys.stdout.isatty(), auto_refresh=False) as live:
             try:
-                live.update(screen(before, before, console.height), refresh=True)
-                for state in source:
+                live.update(screen(before.state, before, console.height), refresh=True)
+                for look in source:
                     if is_ended():
                         return
-                    live.update(screen(before, state, console.height), refresh=True)
-                    before = state
+                    live.update(screen(before.state, look, console.height), refresh=True)
+                    before = look
             except KeyboardInterrupt:
                 return
     raise HeadraceError(f"{url}: the server has ended")
 
 
-def states(url: str, api_key: str | None) -> Iterator[State]:
-    """Yield the states that a server sends, one a second. Raises `HeadraceError` if there is none or it refuses."""
+def looks(url: str, api_key: str | None) -> Iterator[Look]:
+    """Yield what a server sends, once a second. Raises `HeadraceError` if there is none or it refuses."""
     import httpx
     import msgspec
 
@@ -71,8 +78,8 @@ def states(url: str, api_key: str | None) -> Iterator[State]:
             for line in reply.iter_lines():
                 # The snapshot and the steps are for the inspector.
                 if line.startswith('data: {"state":'):
-                    # Beside it comes the server's overload.
-                    yield msgspec.convert(msgspec.json.decode(line[6:])["state"], State)
+                    event = msgspec.json.decode(line[6:])
+                    yield Look(msgspec.convert(event["state"], State), event.get("overload", {}))
     except httpx.HTTPError as error:
         raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
     except msgspec.MsgspecError as error:
@@ -117,8 +124,9 @@ def keys() -> Iterator[Callable[[], bool]]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def lines(before: State, now: State) -> list[str]:
-    """Return the state as lines of text: gauges, rates since `before`, and a line for each open request."""
+def lines(before: State, look: Look) -> list[str]:
+    """Return a look as lines of text: gauges, rates since `before`, and a line for each open request."""
+    now, overload = look
     seconds = now.time - before.time
 
     def rate(name: str) -> float:
@@ -126,9 +134,11 @@ def lines(before: State, now: State) -> list[str]:
 
     num_free = now.num_blocks - now.num_blocks_held - now.num_blocks_cached
     queries = now.prefix_cache_queries
+    refused = overload.get("refused")
+    overloaded = f" · overloaded: {overload['why']}; {refused} are refused" if refused else ""
     hits = f"{100 * now.prefix_cache_hits / queries:.1f} %" if queries else "none yet"
     return [
-        f"headrace · {now.model} · {'ready' if now.is_ready else 'not ready'}",
+        f"headrace · {now.model} · {'ready' if now.is_ready else 'not ready'}{overloaded}",
         f"tok/s     {rate('num_generated_tokens'):,.1f} generated, {rate('num_prompt_tokens'):,.1f} of prompts, "
         f"{rate('num_steps'):,.1f} steps/s",
         f"blocks    [{bar(now)}] {now.num_blocks_held:,} held, {now.num_blocks_cached:,} cached, {num_free:,} free",
@@ -161,7 +171,7 @@ def bar(state: State) -> str:
     return "#" * num_held + "=" * num_cached + "." * (BAR - num_held - num_cached)
 
 
-def screen(before: State, now: State, height: int) -> Any:
+def screen(before: State, now: Look, height: int) -> Any:
     """Return the lines as a screen of `height` rows; the oldest requests come first."""
     from rich.text import Text
 
@@ -170,6 +180,7 @@ def screen(before: State, now: State, height: int) -> Any:
     if num_hidden:
         rows = [*rows[: height - 3], f"{num_hidden + 1:,} more"]
     text = Text("\n".join([*rows, "", "q ends"]), no_wrap=True, overflow="ellipsis")
+    text.highlight_words([" · overloaded: "], "bold red")
     text.highlight_words(["tok/s ", "blocks  ", "hit rate", "limit   ", "requests "], "bold cyan")
     for phase, style in (("decode", "green"), ("prefill", "yellow"), ("queued", "dim"), ("preempted", "red")):
         text.highlight_words([f"s  {phase} "], style)

@@ -17,6 +17,7 @@ import numpy as np
 
 from headrace.backends.base import Array, Cache, Matrix, Rows
 from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.checkpoint.source import naming
 from headrace.drafters.base import Target
 from headrace.drafters.features import FeatureDrafter, Fusing, RowProgram
 from headrace.drafters.files import directory_of, integers, load, verify_token_ids
@@ -216,9 +217,10 @@ def make(spec: SpeculativeConfig, target: Target) -> FeatureDrafter:
     """Make the drafter. Raises `CheckpointError` for a checkpoint that is no EAGLE, or was trained for another
     model."""
     directory = directory_of(spec, target, "eagle")
-    form = form_of(directory, target)
+    with naming(directory):
+        form = form_of(directory, target)
+        vocab_size = ModelConfig(form.values).integer("vocab_size", target.vocab_size)
     window = min(spec.max_model_len, target.max_model_len)
-    vocab_size = ModelConfig(form.values).integer("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
         raise CheckpointError(
             f"{directory} was trained for a vocabulary of {vocab_size}, the model has {target.vocab_size}"

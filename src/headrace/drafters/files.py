@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from headrace import builtin, hub
 from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.checkpoint.source import naming
 from headrace.drafters.base import Target
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.speculation import FIELD, SpeculativeConfig
@@ -54,8 +55,8 @@ def load(
     spare: str | None = None,
 ) -> T:
     """Return the model that `build` makes of the weights of a checkpoint with the config `values`, in the form of the
-    target's backend. It has to take all weights but those whose names match `spare`. Raises `CheckpointError`, or
-    `RequestError` for an unknown quantization."""
+    target's backend. It has to take all weights but those whose names match `spare`. Raises `CheckpointError`, which
+    names the directory, or `RequestError` for an unknown quantization."""
     from headrace.checkpoint.loader import SafetensorsWeights
     from headrace.checkpoint.quantising import Loading
     from headrace.checkpoint.tensors import Checkpoint
@@ -65,9 +66,10 @@ def load(
     is_plain = quantization in (None, "none") or quantization_config is not None
     loading = Loading(quantization=None if quantization is None or is_plain else parse(quantization))
     pattern = None if spare is None else re.compile(spare)
-    weights = SafetensorsWeights(Checkpoint(directory), target.backend, quantization_config, loading, pattern)
-    result = build(weights)
-    weights.finish()
+    with naming(directory):
+        weights = SafetensorsWeights(Checkpoint(directory), target.backend, quantization_config, loading, pattern)
+        result = build(weights)
+        weights.finish()
     return result
 
 

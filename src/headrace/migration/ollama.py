@@ -17,7 +17,10 @@ OLLAMA_VARIABLES: tuple[tuple[str, str], ...] = (
     ("OLLAMA_NOHISTORY", "not needed: `headrace chat` keeps no history"),
     ("OLLAMA_MODELS", "`--models-dir`; see [models](howto-models.md)"),
     ("OLLAMA_MAX_LOADED_MODELS", "`--models-max`, and `--models-memory` for their memory"),
-    ("OLLAMA_NOPRUNE", "not needed: uploads that no model was made of go when the server starts"),
+    (
+        "OLLAMA_NOPRUNE",
+        "not needed: uploads that no model was made of go at the start of the folder's only server",
+    ),
     ("OLLAMA_GPU_OVERHEAD", "`--gpu-memory-utilization`"),
     ("OLLAMA_SCHED_SPREAD", "one process computes the model"),
 )

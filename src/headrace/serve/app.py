@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -119,7 +120,7 @@ def create_app(
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)
     planning.add_routes(app, plans)
-    lifespan.at_end += [inspection.close, plans.close]
+    lifespan.at_end += [inspection.close, plans.close, *([] if folder is None else [folder.close])]
     if server.inspector:
         page.add_routes(app)
     aliases.add_routes(app)
@@ -183,9 +184,11 @@ def _open_ring(server: ServerConfig) -> KeyRing:
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent"."""
+    """The reply of the probes: one word of `Lifespan.status`, or "live", "serving" or "silent". `overload`: the state
+    in which calls are refused, if any are."""
 
     status: str
+    overload: str | UnsetType = UNSET
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -222,7 +225,9 @@ def _add_operations(
         return probed(status, "serving")
 
     def probed(status: str, good: str) -> Response:
-        return json_response(Status(status=status), 200 if status == good else 503)
+        overload = lifespan.overload
+        refusing = overload.state.word if overload.refused else UNSET
+        return json_response(Status(status=status, overload=refusing), 200 if status == good else 503)
 
     def version() -> routing.Version:
         """headrace's version."""
@@ -297,6 +302,7 @@ def serve(
         logger.warning("%s", note)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(process.ended_by_signals())
             # First: a port in use ends the start at once, and a client that connects from now on waits for its answer.
             sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
             status = process.run(make_app(engine, server, has_model, make_client), server, sockets)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -133,6 +136,28 @@ def without_paths(text: str) -> str:
     return text if tenants.current().is_admin else PATH.sub(lambda match: match[1] or "...", text)
 
 
+class HiddenPaths:
+    """Logs errors whose paths their callers do not see: of each holder one a minute, since a path may be the caller's
+    own, and any call may name one. The next line has the number of those that were left out."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._num_left_out: Counter[str] = Counter()
+
+    def log(self, message: str) -> None:
+        holder, now = tenants.current().name, time.monotonic()
+        if now - self._last.get(holder, -math.inf) < tenants.MINUTE_S:
+            self._num_left_out[holder] += 1
+            return
+        self._last[holder] = now
+        others = self._num_left_out.pop(holder, 0)
+        more = f" (and {others} more since the last such line)" if others else ""
+        logger.warning("an error whose paths the caller does not see%s: %s", more, message)
+
+
+hidden_paths = HiddenPaths()
+
+
 def text_of(error: HeadraceError) -> str:
     """Return the message of an error for the caller, without the paths of files. The value of a `RequestError` is the
     caller's, and stays; so does the text of a `CallError`, which no file decides."""
@@ -144,7 +169,7 @@ def text_of(error: HeadraceError) -> str:
     else:
         text = without_paths(message)
     if text != message:
-        logger.warning("an error whose paths the caller does not see: %s", message)
+        hidden_paths.log(message)
     return text
 
 

@@ -18,7 +18,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, cast
 
 import uvicorn
@@ -26,6 +27,8 @@ from starlette.applications import Starlette
 
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import HeadraceError
+from headrace.serve import early_signals
+from headrace.serve.early_signals import SIGNALS
 from headrace.serve.gates.accept import Acceptor, raise_file_limit
 from headrace.serve.gates.calls import hosts_of
 from headrace.serve.gates.connection import Connection
@@ -38,7 +41,6 @@ LAST_TASKS_S = 1.0
 """Seconds that calls have to end after their connections were cut."""
 BACKLOG = 2048
 """Connections that the system keeps until the server takes them."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAILED = 1
 """The exit status of a server that could not start, or whose engine died too often."""
 FIRST_OF_SIGNALS = 128
@@ -155,7 +157,7 @@ class Server(uvicorn.Server):
         def on_signal(number: int, frame: Any) -> None:
             # Not the loop's own handlers: with those, a signal after the loop's end would be a traceback.
             if loop.is_closed():
-                _exit(number)
+                _exit(FIRST_OF_SIGNALS + number)
             loop.call_soon_threadsafe(self._on_signal, signal.Signals(number), context=surroundings)
 
         for name in SIGNALS if self.takes_signals else ():
@@ -168,7 +170,7 @@ class Server(uvicorn.Server):
 
     def _on_signal(self, name: signal.Signals) -> None:
         if self.force_exit:
-            _exit(name)
+            _exit(FIRST_OF_SIGNALS + name)
         elif self.should_exit:
             self.force_exit = self._life.is_cut = True
             self.last_signal = name
@@ -221,10 +223,34 @@ class Server(uvicorn.Server):
                 await asyncio.wait(self.server_state.tasks, timeout=LAST_TASKS_S)
 
 
-def _exit(number: int) -> None:
+def _exit(status: int) -> None:
     """End the process at once, after the last lines of the log. The engine's process ends with it."""
     logging.shutdown()
-    os._exit(FIRST_OF_SIGNALS + number)
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let a signal end the process at once with status 0 until `Server` takes the signals: nothing is open that would
+    have to be drained. So does a signal that `early_signals` holds."""
+
+    def end(number: int) -> None:
+        logger.info("%s: ending; the server had not begun", signal.Signals(number).name)
+        _exit(0)
+
+    def on_signal(number: int, frame: Any) -> None:
+        # On a thread: the code that the signal came upon may hold a lock of the log.
+        threading.Thread(target=end, args=(number,), daemon=True).start()
+
+    before = {name: signal.signal(name, on_signal) for name in SIGNALS}
+    if early_signals.pending:
+        end(early_signals.pending[0])
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            if signal.getsignal(name) is on_signal:
+                signal.signal(name, handler)
 
 
 def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | None = None) -> int:

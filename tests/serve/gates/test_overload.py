@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc, lines_of
+from typer.testing import CliRunner
 
+from headrace.cli.main import app
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.serve import shedding
@@ -253,6 +255,23 @@ def test_R_12_calls_are_refused_by_class_and_open_streams_go_on(pressed: Pressed
     pressed.press(0.0, N)
     assert pressed.post("/v1/completions", PROMPT).status_code == 200
     assert pressed.post("/v1/conversations", {}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("pressure", "state", "refused"),
+    [(0.0, N, None), (0.85, L, Work.LATER), (0.92, A, Work.ANSWER), (1.2, P, Work.READ)],
+)
+def test_R_12_the_probes_and_top_show_that_calls_are_refused(
+    pressure: float, state: State, refused: Work | None, pressed: Pressed
+) -> None:
+    pressed.press(pressure, state)
+    for path in ("/health/ready", "/health", "/ping", "/health/serving"):
+        reply = HTTP.get(pressed.url + path)
+        assert reply.status_code == 200
+        assert reply.json().get("overload") == (state.word if refused else None), path
+    printed = CliRunner().invoke(app, ["top", pressed.url, "--once"]).stdout.splitlines()[0]
+    why = f" · overloaded: its memory is at {pressure:.0%} of the bound; {refused.value} are refused" if refused else ""
+    assert printed == f"headrace · fake · ready{why}"
 
 
 def test_what_is_refused_takes_nothing_of_a_rate(tokenizer: Tokenizer) -> None:

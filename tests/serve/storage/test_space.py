@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import fcntl
 import hashlib
 import http.client
 import os
@@ -172,6 +174,44 @@ def test_R_28_uploads_together_are_bounded(announces: bool, tmp_path: Path, toke
     ModelFolder(str(tmp_path))
     assert not (tmp_path / ".blobs").exists()
     assert len(list(tmp_path.iterdir())) == len(blobs)
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_server_keeps_the_uploads_of_another_on_its_folder_and_control_without_the_lock(
+    is_locked: bool, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = b"y" * SIZE
+    address = f"/api/blobs/sha256:{hashlib.sha256(body).hexdigest()}"
+    caplog.set_level("INFO", "headrace.engine.library")
+    with Folded(tmp_path, tokenizer) as first:
+        if not is_locked:
+            first.folder.close()
+        upload = first.folder.new_file()
+        unfinished = first.folder.root / ".unfinished" / "model"
+        unfinished.mkdir(parents=True)
+        assert HTTP.post(first.url + address, content=body).status_code == 201
+        with Folded(tmp_path, tokenizer):
+            assert HTTP.head(first.url + address).status_code == (200 if is_locked else 404)
+            assert upload.exists() is unfinished.exists() is is_locked
+    assert ("is used by another server too" in caplog.text) is is_locked
+    # The next one has the folder to itself.
+    ModelFolder(str(tmp_path)).close()
+    assert not upload.exists()
+    assert not unfinished.exists()
+
+
+def test_a_folder_that_can_not_be_locked_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    upload = ModelFolder(str(tmp_path)).new_file()
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    ModelFolder(str(tmp_path)).close()
+    assert upload.exists()
+    assert "can not be locked" in caplog.text
 
 
 def form(live: Live) -> Any:

@@ -22,7 +22,7 @@ from headrace.checkpoint.mapped import MappedCheckpoint, choose_dtype, read_conf
 from headrace.checkpoint.overrides import overridden
 from headrace.checkpoint.packed import PackedWriter
 from headrace.checkpoint.reader import Progress, Reader
-from headrace.checkpoint.source import Packing, unpacked_weights, with_weights
+from headrace.checkpoint.source import Packing, naming, unpacked_weights, with_weights
 from headrace.checkpoint.strays import prediction_layers
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
@@ -264,9 +264,10 @@ def load_model(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None = None
 ) -> tuple[Backend, models.Model, ModelConfig]:
     """The model of `directory` (or of a GGUF file) with its weights. `seat`: of a rank, which takes its part of the
-    weights. Raises `CheckpointError` or `RequestError`."""
+    weights. Raises `CheckpointError`, which names the directory or the file, or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
-    return load(config, directory, progress, seat)
+    with naming(directory):
+        return load(config, directory, progress, seat)
 
 
 def _load_safetensors(

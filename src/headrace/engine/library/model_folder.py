@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import glob
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +34,8 @@ from headrace.engine.library import facts_reader, model_settings
 from headrace.engine.library.model_facts import ModelFacts
 from headrace.engine.library.model_settings import ModelSettings
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
+
+logger = logging.getLogger(__name__)
 
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}"
 NAME = re.compile(rf"{PART}(/{PART})?(:{PART})?")
@@ -62,9 +67,27 @@ class ModelFolder:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError("models_dir", root, f"a folder ({error.strerror})") from error
-        # Uploads that no model was made of, and remains of a crash.
-        for name in (BLOBS, UNFINISHED):
-            shutil.rmtree(self.root / name, ignore_errors=True)
+        lock = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, _release, lock)
+        self._clear(lock)
+
+    def close(self) -> None:
+        """Release the folder: the next server may clear it. May be called twice."""
+        self._close()
+
+    def _clear(self, lock: int) -> None:
+        """Delete uploads that no model was made of, and remains of a crash, unless they may be another server's: each
+        holds a shared lock of the folder."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in (BLOBS, UNFINISHED):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+        except BlockingIOError:
+            logger.info("%s is used by another server too: what is unfinished there stays", self.root)
+        except OSError as error:
+            logger.warning("%s can not be locked, so what is unfinished there stays: %s", self.root, error)
+            return
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
     # -- the models in the folder
 
@@ -267,6 +290,13 @@ class ModelFolder:
         for each in gguf.files_of(path) if path.is_file() else [path]:
             os.replace(each, trash / each.name)
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def _release(lock: int) -> None:
+    # A child that was forked and has not begun its program yet holds a copy of the descriptor.
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def plain_name(name: str) -> str:

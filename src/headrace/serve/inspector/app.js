@@ -1,7 +1,7 @@
 // The page: its header and menu, and the view that the address names. / is the chat, /inspect#NAME a view.
 
 import { Chat } from "./chat.js";
-import { apiKey, html, render, useEffect, useState } from "./lib.js";
+import { apiKey, html, render, useAddress, useEffect, useState } from "./lib.js";
 import { live, useLive } from "./live.js";
 import { VIEWS } from "./views.js";
 
@@ -59,16 +59,7 @@ function Header({ current }) {
 const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
 
 function Page() {
-  const [name, setName] = useState(address());
-  useEffect(() => {
-    const follow = () => setName(address());
-    addEventListener("hashchange", follow);
-    addEventListener("popstate", follow);
-    return () => {
-      removeEventListener("hashchange", follow);
-      removeEventListener("popstate", follow);
-    };
-  }, []);
+  const name = useAddress(address);
   const [, title, View] = VIEWS.find((each) => each[0] === name) ?? VIEWS[0];
   const isChat = name === "chat";
   useEffect(() => {

@@ -1,10 +1,37 @@
 // What every module of the page shares: Preact, calls to the server with the key, and numbers as text.
 
+import { html as vendorHtml, useEffect, useState } from "./vendor/preact-htm.js";
+
 export {
-  h, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
+  h, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
 } from "./vendor/preact-htm.js";
 
 const KEY = "headrace.key";
+
+/** Return a child that is no object but Preact's own, whose constructor is undefined, as in no JSON. Preact takes others for its own
+ * too, if they say `__b`, so that a reply with an object where a text should be could make any element. */
+const child = (value) => (Array.isArray(value) ? value.map(child) : value !== null && typeof value === "object" && value.constructor !== undefined ? String(value) : value);
+
+/** Return for each value of a template whether it is a child, not in a tag. */
+const areChildren = (strings) => strings.map((_, i) => !strings.slice(0, i + 1).join("x").replace(/<("[^"]*"|'[^']*'|[^>"'])*>/g, "").includes("<"));
+
+const known = new WeakMap();
+/** Make elements of a template. */
+export function html(strings, ...values) {
+  if (!known.has(strings)) known.set(strings, areChildren(strings));
+  return vendorHtml(strings, ...values.map((value, i) => (known.get(strings)[i] ? child(value) : value)));
+}
+
+/** Return what `read` finds in the page's address, also after the address has changed. */
+export function useAddress(read) {
+  const [found, setFound] = useState(read);
+  useEffect(() => {
+    const end = new AbortController(), follow = () => setFound(read);
+    for (const name of ["hashchange", "popstate"]) addEventListener(name, follow, { signal: end.signal });
+    return () => end.abort();
+  }, []);
+  return found;
+}
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY) ?? "",

@@ -1,7 +1,7 @@
 // The requests as a table; one of them as a waterfall of where its time went.
 
 import { Choice, Facts, percent, Table } from "../canvas.js";
-import { count, html, seconds, useEffect, useState } from "../lib.js";
+import { count, html, seconds, useAddress, useState } from "../lib.js";
 import { live, useJson, useLive } from "../live.js";
 
 const POLL_MS = 1500;
@@ -12,16 +12,7 @@ export const shortId = (id) => (/^[0-9a-f]{8}-/.test(id) ? id.slice(0, 8) : id);
 export const linkTo = (id) => html`<a href="#requests/${encodeURIComponent(id)}" title=${id}>${shortId(id)}</a>`;
 
 /** What follows the view's name in the address. */
-function useRest() {
-  const read = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
-  const [rest, setRest] = useState(read);
-  useEffect(() => {
-    const follow = () => setRest(read());
-    addEventListener("hashchange", follow);
-    return () => removeEventListener("hashchange", follow);
-  }, []);
-  return rest;
-}
+const restOfAddress = () => decodeURIComponent(location.hash.split("/").slice(1).join("/"));
 
 /** The parts of a latency over time: a row for each, in the order in which they began. */
 function Waterfall({ explanation }) {
@@ -78,7 +69,7 @@ function Detail({ id, row }) {
 
 export function Requests() {
   const { isRecorded } = useLive(TEXT_MS);
-  const id = useRest();
+  const id = useAddress(restOfAddress);
   const [order, setOrder] = useState("newest");
   const { data, error } = useJson(isRecorded ? "" : "/inspect/requests", POLL_MS);
   const all = live.recording?.requests ?? data?.requests ?? [];
