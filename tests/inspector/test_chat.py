@@ -255,7 +255,10 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
         page.goto("/")
         ready(page)
         page.get_by_label("Model").get_by_text("another · not loaded").wait_for(state="attached")
-        assert page.get_by_label("Model").locator("option").all_inner_texts() == ["fake · loaded", "another · not loaded"]
+        assert page.get_by_label("Model").locator("option").all_inner_texts() == [
+            "fake · loaded",
+            "another · not loaded",
+        ]
         page.evaluate(
             "window.models = []; const send = window.fetch; window.fetch = (to, request) => {"
             "if (request?.body) models.push(JSON.parse(request.body).model); return send(to, request); }; null"

@@ -1,4 +1,4 @@
-"""A conversation in a browser: the first screen, documents, messages that do not fit, tools, reasoning, search, comparison."""
+"""A conversation in a browser: first screen, documents, messages that do not fit, tools, reasoning, search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def send(page: Any, text: str) -> None:
 def bodies(page: Any) -> list[dict[str, Any]]:
     """The chats that the page requests from now on."""
     sent: list[dict[str, Any]] = []
-    page.on("request", lambda request: request.url.endswith("/chat/completions") and sent.append(request.post_data_json))
+    page.on(
+        "request", lambda request: request.url.endswith("/chat/completions") and sent.append(request.post_data_json)
+    )
     return sent
 
 

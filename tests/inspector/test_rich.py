@@ -1,4 +1,4 @@
-"""Listings and formulas in a browser: they are typeset from text, load on demand, and nothing in them runs or leads away."""
+"""Listings and formulas in a browser: typeset from text, loaded on demand, and nothing in them runs or leads away."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def loosened(reply: httpx.Response) -> list[str]:
     """Directives of the policy of a reply that let in more than the server's own files, and missing headers."""
     policy = dict(part.strip().partition(" ")[::2] for part in reply.headers["content-security-policy"].split(";"))
     strict = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'"}
-    strict |= dict.fromkeys(("script-src", "style-src", "connect-src", "font-src"), "'self'") | {"img-src": "'self' data:"}
+    strict |= dict.fromkeys(("script-src", "style-src", "connect-src", "font-src"), "'self'") | {
+        "img-src": "'self' data:"
+    }
     strict["x-content-type-options"] = "nosniff"
     policy["x-content-type-options"] = reply.headers.get("x-content-type-options", "")
     return [name for name, _ in policy.items() ^ strict.items()]

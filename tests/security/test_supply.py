@@ -222,7 +222,11 @@ def test_S_36_an_audit_that_could_look_up_nothing_is_no_success(advisories: tupl
     assert (status, "starlette 1: PYSEC-1 CVE-1; mended in 2" in reply) == (1, True)
     # The libraries of the page count as the packages do.
     status, reply = audit("all", npm="http://127.0.0.1:1")
-    assert (status, "NOT LOOKED UP, so nothing is known of them: npm:highlight.js, npm:htm, npm:katex, npm:preact, npm:uplot" in reply) == (2, True)
+    assert (
+        status,
+        "NOT LOOKED UP, so nothing is known of them: npm:highlight.js, npm:htm, npm:katex, npm:preact, npm:uplot"
+        in reply,
+    ) == (2, True)
     known["preact"] = [{"url": "GHSA-1", "title": "a hole"}]
     status, reply = audit("all")
     assert (status, "npm:preact 10.5.14: GHSA-1 a hole" in reply) == (1, True)

@@ -178,6 +178,15 @@ class Lives:
             return life.state
         return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
 
+    def num_unfilled(self, block_size: int) -> int:
+        """Return how many slots of the last blocks of open sequences had no token after the latest step."""
+        num = 0
+        for lives in self.replicas:
+            step = lives._previous
+            for seq_id, start, length in () if step is None else zip(step.seq_ids, step.starts, step.lens, strict=True):
+                num += -(start + length) % block_size if seq_id in lives._open else 0
+        return num
+
     def num_generated(self, life: Life) -> int:
         """Return how many tokens of the answer were drawn, as far as computed steps tell."""
         if life.replica != self.replica:

@@ -1,5 +1,6 @@
 """The data of the inspector's views that are not live: `GET /inspect/requests`, `/cache`, `/numbers` and `/limits`, and
-`POST /inspect/recording`. Where keys are set they need an administrator's.
+`POST /inspect/recording`; and `POST /inspect/hold`, which lets the engine wait between two steps. Where keys are set
+they need an administrator's.
 
 Work that takes numpy or much processor time runs in separate processes (`quantize.samples`, `insight.replay_worker`).
 """
@@ -13,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.cache_tree import CacheTree, ReadCache
+from headrace.engine.holding import Held, HoldSteps
 from headrace.insight import summaries
 from headrace.insight.explainer import name_of
 from headrace.insight.limits import Limits, Machine, limits_of
@@ -29,6 +31,7 @@ from headrace.insight.replay_worker import Replay, Replayed
 from headrace.insight.summaries import Cache, Requests
 from headrace.protocol.errors import ChildFailedError, RequestError
 from headrace.serve import routing
+from headrace.serve.call.parsing import Body, convert
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
 from headrace.serve.loading import RunningModel, RunningModels
@@ -40,7 +43,14 @@ RECORDING = "headrace-recording-"
 MAX_RECORDING_BYTES = 64 * 2**20
 REPLAY_CPU_S, SAMPLE_CPU_S = 60.0, 20.0
 WATCH_S = 0.02
+MAX_HELD_STEPS = 10_000
 FLOATS = ("F32", "F16", "BF16")
+
+
+class HoldRequest(Body):
+    """`num_steps` more steps are computed before the engine waits; without them it goes on."""
+
+    num_steps: int | None = None
 
 
 class Inspection:
@@ -128,6 +138,16 @@ class Inspection:
         # On a thread, for decoding the texts of 2,000 nodes would hold the event loop.
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
+    async def hold(self, body: dict[str, Any]) -> Held:
+        """Let the engine wait between two steps, for ten seconds at a time; without `num_steps` it goes on."""
+        num_steps = convert(HoldRequest, body).num_steps
+        if num_steps is not None and not 0 <= num_steps <= MAX_HELD_STEPS:
+            raise RequestError("num_steps", num_steps, f"from 0 to {MAX_HELD_STEPS}, or left out")
+        client = self.model.client
+        if not client.is_alive or client.is_draining:
+            raise CallError(503, "no_engine", "no engine runs now that could be held", {"retry-after": "1"})
+        return await client.orders.give(HoldSteps(num_steps), Held)
+
     async def limits(self) -> Limits:
         """The speed of decoding against the limits of the machine's memory and arithmetic."""
         await self.measure()
@@ -187,4 +207,5 @@ def add_routes(app: Starlette, inspection: Inspection) -> None:
     routing.get(app, "/inspect/cache", inspection.cache, gives=Cache)
     routing.get(app, "/inspect/limits", inspection.limits, gives=Limits)
     routing.get(app, "/inspect/numbers", inspection.numbers, gives=Sample, query=("name", "group"))
+    routing.post(app, "/inspect/hold", inspection.hold, takes=HoldRequest, gives=Held)
     routing.post(app, "/inspect/recording", inspection.recording, read=store, gives=Replay)
