@@ -90,6 +90,6 @@ export function Rows({ state, chosen, choose, summary }) {
     <${Figure} label="KV blocks by sequence" height=${() => Math.max(1, shown.length) * TALL + 2} draw=${draw} version=${`${shown.length} ${chosen} ${at}`}
       summary=${`${summary}${more}`} columns=${["request", ["blocks"], ["tokens computed"], ["blocks shared"], ["blocks cached"]]} rows=${rows}
       onKey=${move} onPoint=${point} selection=${selection} />
-    <${Legend} of=${[["owner", "a block of a request"], ["rejected", "dark lines: shared with others"], ["cached", "light lines: cached"], ["unfilled", "pale: not filled yet"]]} />
+    <${Legend} of=${[["owner", "a block of a request"], ["rejected", "falling lines: shared with others"], ["cached", "rising lines: cached"], ["unfilled", "pale: not filled yet"]]} />
   </div>`;
 }
