@@ -20,11 +20,11 @@ def send(page: Any, text: str) -> None:
 
 def bodies(page: Any) -> list[dict[str, Any]]:
     """The chats that the page requests from now on."""
-    sent: list[dict[str, Any]] = []
+    chats: list[dict[str, Any]] = []
     page.on(
-        "request", lambda request: request.url.endswith("/chat/completions") and sent.append(request.post_data_json)
+        "request", lambda request: request.url.endswith("/chat/completions") and chats.append(request.post_data_json)
     )
-    return sent
+    return chats
 
 
 def scripted(page: Any, *answers: list[dict[str, Any]]) -> None:
@@ -62,7 +62,7 @@ def test_a_message_that_does_not_fit_is_marked_and_left_out(open_page: Open) -> 
     page = open_page("/")
     ready(page)
     set_knobs(page, max_tokens=4)
-    sent = bodies(page)
+    chats = bodies(page)
     send(page, "first")
     ended(page, 1)
     send(page, "word " * 3000)
@@ -73,14 +73,14 @@ def test_a_message_that_does_not_fit_is_marked_and_left_out(open_page: Open) -> 
     page.errors.clear()
     send(page, "third")
     ended(page, 3)
-    assert [each["content"] for each in sent[2]["messages"] if each["role"] == "user"] == ["first", "third"]
-    assert [each["role"] for each in sent[2]["messages"]] == ["user", "assistant", "user"]
+    assert [each["content"] for each in chats[2]["messages"] if each["role"] == "user"] == ["first", "third"]
+    assert [each["role"] for each in chats[2]["messages"]] == ["user", "assistant", "user"]
     page.reload()
     assert page.locator(".question.left-out").count() == 1
     # The control: a short message is not marked, nor is one that another error refuses.
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no"}}))
     send(page, "fourth")
-    page.get_by_role("alert").filter(has_text="no").wait_for()
+    page.get_by_role("alert").get_by_text("no", exact=True).wait_for()
     assert page.locator(".question.left-out").count() == 1
     page.errors.clear()
 
@@ -89,7 +89,7 @@ def test_documents_are_sent_with_the_message_and_stay_text(open_page: Open, tmp_
     page = open_page("/")
     ready(page)
     set_knobs(page, max_tokens=3)
-    sent = bodies(page)
+    chats = bodies(page)
     name, text = "<img src=x onerror=alert(1)>.txt", "a ``` fence\n<script>alert(1)</script>"
     files = {name: text.encode(), "bad.bin": b"\xff\xfe\x00", "zero.txt": b"a\0b", "large.txt": b"x" * (2**20 + 1)}
     page.get_by_label("Files").set_input_files(
@@ -101,7 +101,7 @@ def test_documents_are_sent_with_the_message_and_stay_text(open_page: Open, tmp_
     assert browser.violations(page) == []
     send(page, "What is in it?")
     ended(page, 1)
-    assert sent[0]["messages"][-1]["content"] == f"{name}:\n````\n{text}\n````\n\nWhat is in it?"
+    assert chats[0]["messages"][-1]["content"] == f"{name}:\n````\n{text}\n````\n\nWhat is in it?"
     page.reload()
     page.locator(".question summary").click()
     assert page.locator(".question .documents pre").text_content() == text
@@ -111,7 +111,7 @@ def test_documents_are_sent_with_the_message_and_stay_text(open_page: Open, tmp_
     page.get_by_label("Your message").fill("And now?")
     page.keyboard.press("Enter")
     ended(page, 1)
-    assert sent[1]["messages"][-1]["content"].endswith("````\n\nAnd now?")
+    assert chats[1]["messages"][-1]["content"].endswith("````\n\nAnd now?")
     # One that was added by mistake is taken out.
     page.get_by_label("Files").set_input_files([{"name": "b.txt", "mimeType": "text/plain", "buffer": b"b"}])
     page.get_by_role("button", name="Take b.txt out").click()
@@ -128,13 +128,13 @@ def test_tools_are_cards_whose_results_go_back(open_page: Open) -> None:
         {"index": 1, "id": "c1", "function": {"name": "<img src=x onerror=alert(1)>", "arguments": "not json <i>"}},
     ]
     scripted(page, [{"tool_calls": [call]} for call in calls], [{"content": "It is **warm**."}])
-    sent = bodies(page)
+    chats = bodies(page)
     page.get_by_text("Settings", exact=True).click()
     tools = page.get_by_label("Tools, a list in JSON")
     tools.fill("{")
     send(page, "How is it?")
     page.get_by_role("alert").filter(has_text="Tools: ").wait_for()
-    assert sent == []
+    assert chats == []
     tools.fill('[{"name": "weather", "parameters": {"type": "object"}}]')
     page.get_by_text("Settings", exact=True).click()
     send(page, "How is it?")
@@ -142,16 +142,18 @@ def test_tools_are_cards_whose_results_go_back(open_page: Open) -> None:
     assert json.loads(page.locator(".card code").first.text_content() or "") == json.loads(arguments)
     assert page.locator(".card code").nth(1).text_content() == "not json <i>"
     assert page.locator(".card img, .card b, .card i").count() == 0
-    assert sent[0]["tools"] == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    assert chats[0]["tools"] == [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    ]
     assert browser.violations(page) == []
     page.get_by_label("Result of weather").fill("20 °C <u>")
     page.get_by_role("button", name="Give the result").first.click()
     page.locator(".card pre", has_text="20 °C <u>").wait_for()
-    assert len(sent) == 1
+    assert len(chats) == 1
     page.locator(".card textarea").fill("none")
     page.get_by_role("button", name="Give the result").click()
     page.locator(".answer strong", has_text="warm").wait_for()
-    *_, answer, first, second = sent[1]["messages"]
+    *_, answer, first, second = chats[1]["messages"]
     assert [call["function"]["arguments"] for call in answer["tool_calls"]] == [arguments, "not json <i>"]
     assert (first, second) == (
         {"role": "tool", "content": "20 °C <u>", "tool_call_id": "c0"},
@@ -211,7 +213,7 @@ def test_keys_stop_and_edit(open_page: Open) -> None:
     page.get_by_label("Message", exact=True).fill("")
     page.keyboard.press("ArrowUp")
     page.get_by_label("Your message").wait_for()
-    assert page.evaluate("document.activeElement.value") == "Tell me a long story."
+    page.wait_for_function("() => document.activeElement.value === 'Tell me a long story.'")
     page.keyboard.press("Escape")
     assert page.get_by_label("Your message").count() == 0
 
@@ -235,10 +237,10 @@ def test_two_settings_are_compared_with_one_seed(open_page: Open) -> None:
     page.get_by_label("seed").fill("7")
     for field in page.get_by_label("max tokens").all():
         field.fill("24")
-    sent = bodies(page)
+    chats = bodies(page)
     page.get_by_role("button", name="Compare").click()
     page.get_by_role("status").filter(has_text="The answers differ from token").wait_for()
-    assert [(each["seed"], each["temperature"]) for each in sent] == [(7, 0.2), (7, 1.2)]
+    assert [(each["seed"], each["temperature"]) for each in chats] == [(7, 0.2), (7, 1.2)]
     assert page.locator("[data-side]", has_text="distinct-2").filter(has_text="perplexity").count() == 2
     assert browser.violations(page) == []
     # The control: the same settings give the same tokens.

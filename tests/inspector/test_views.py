@@ -334,8 +334,8 @@ def test_the_guesses_are_words_and_their_absence_is_said(chromium: Any) -> None:
         # One token: there is nothing to guess.
         body = {"prompt": "The", "max_tokens": 1, "temperature": 0}
         HTTP.post(f"{served.url}/v1/completions", json=body)
-        said = re.compile(r"The drafter \(ngram\) is on, and saw nothing worth guessing in the last \d+ steps?\.")
-        page.locator(".no-guesses", has_text=said).wait_for()
+        sentence = re.compile(r"The drafter \(ngram\) is on, and saw nothing worth guessing in the last \d+ steps?\.")
+        page.locator(".no-guesses", has_text=sentence).wait_for()
         body = {"prompt": "the big dog and the big cat and the big dog and the big", "max_tokens": 24, "temperature": 0}
         text = HTTP.post(f"{served.url}/v1/completions", json=body | {"ignore_eos": True}).json()["choices"][0]["text"]
         page.locator(".round code").first.wait_for()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, cast
@@ -54,10 +54,12 @@ class HoldRequest(Body):
 
 
 class Inspection:
-    """The state of the routes: the models, and the processes that do the long work."""
+    """The state of the routes: the models, and the processes that do the long work. `check_order` raises an error in a
+    state of the server in which no engine may be held."""
 
-    def __init__(self, models: RunningModels) -> None:
+    def __init__(self, models: RunningModels, check_order: Callable[[], None] = lambda: None) -> None:
         self._models = models
+        self._check_order = check_order
         self._samples = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
         self._replays = BoundedProcess("headrace.insight.replay_worker", REPLAY_CPU_S)
         self._machine = Machine()
@@ -143,8 +145,9 @@ class Inspection:
         num_steps = convert(HoldRequest, body).num_steps
         if num_steps is not None and not 0 <= num_steps <= MAX_HELD_STEPS:
             raise RequestError("num_steps", num_steps, f"from 0 to {MAX_HELD_STEPS}, or left out")
+        self._check_order()
         client = self.model.client
-        if not client.is_alive or client.is_draining:
+        if not client.is_alive:
             raise CallError(503, "no_engine", "no engine runs now that could be held", {"retry-after": "1"})
         return await client.orders.give(HoldSteps(num_steps), Held)
 
