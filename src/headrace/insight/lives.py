@@ -183,8 +183,10 @@ class Lives:
         num = 0
         for lives in self.replicas:
             step = lives._previous
-            for seq_id, start, length in () if step is None else zip(step.seq_ids, step.starts, step.lens, strict=True):
-                num += -(start + length) % block_size if seq_id in lives._open else 0
+            right = {} if step is None else {column: num_kept for column, _, num_kept in step.guesses}
+            for column, seq_id in enumerate([] if step is None else step.seq_ids):
+                if seq_id in lives._open and step is not None:
+                    num += -(step.starts[column] + step.lens[column] + right.get(column, 0)) % block_size
         return num
 
     def num_generated(self, life: Life) -> int:

@@ -67,7 +67,7 @@ class ServerMetrics:
             "num_requests_running": ("Requests in the running batch.", now.num_running),
             "num_requests_waiting": ("Requests that wait for room.", waiting),
             "kv_cache_usage_perc": ("Share of KV blocks that requests hold, 0 to 1.", now.kv_cache_usage),
-            "kv_cache_waste_perc": ("Share of the slots of held KV blocks without a token, 0 to 1.", self._waste()),
+            "kv_cache_waste_perc": ("Share of the slots of held KV blocks without a token, 0 to 1.", self.waste()),
             "beam_search_blocks": ("KV blocks that beam searches hold.", now.num_beam_blocks),
             "beam_search_blocks_unshared": (
                 "KV blocks that they would hold if no beam shared.",
@@ -115,7 +115,8 @@ class ServerMetrics:
             doc = "The engine's sizes."
             yield self._family(GaugeMetricFamily, "cache_config_info", doc, {tuple(facts.values()): 1}, tuple(facts))
 
-    def _waste(self) -> float:
+    def waste(self) -> float:
+        """Return the share of the slots of held blocks that have no token; 0 if none is held."""
         client = self._client
         num_slots = client.stats.num_blocks_held * client.info.block_size if client.is_started else 0
         return min(1.0, self.num_unfilled(client.info.block_size) / num_slots) if num_slots else 0.0

@@ -67,7 +67,7 @@ export function Composer({ isReady, isBusy, onSend, onStop, onEditLast }) {
     }} />
     <button type="button" title="Attach text files, or drop them on the page" onClick=${() => chooser.current.click()}>Attach</button>
     <label><span class="hidden">Message</span>
-      <textarea ref=${field} rows="2" placeholder="Message; Enter sends, Shift+Enter begins a line" onKeyDown=${press} onPaste=${paste} autofocus /></label>
+      <textarea ref=${field} rows="2" placeholder="Message; Enter sends" onKeyDown=${press} onPaste=${paste} autofocus /></label>
     <button disabled=${isBusy || !isReady}>Send</button>
     ${isBusy && html`<button type="button" onClick=${onStop} aria-keyshortcuts="Escape">Stop</button>`}
   </form>`;
