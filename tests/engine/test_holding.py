@@ -12,7 +12,7 @@ from tests.support.server import HTTP, Live, child, inproc
 from tests.support.serving import gauge
 
 from headrace.engine.client import EngineClient
-from headrace.engine.holding import BEAT_S, LEASE_S, Held, Hold, HoldSteps
+from headrace.engine.holding import BEAT_S, LEASE_S, NOT_HELD, Hold, HoldSteps
 from headrace.protocol import frames
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
@@ -33,11 +33,11 @@ def test_a_hold_counts_steps_and_ends_by_itself() -> None:
     clock = Clock()
     hold = Hold(clock)
     assert not hold.must_wait
-    assert hold.set(HoldSteps(2)) == Held(True, 2)
+    assert hold.set(HoldSteps(2)) == 2
     assert not hold.must_wait
     hold.stepped()
     # To renew it adds no steps and takes none away.
-    assert hold.set(HoldSteps(0)) == Held(True, 1)
+    assert hold.set(HoldSteps(0)) == 1
     hold.stepped()
     assert hold.must_wait
     clock.now += LEASE_S - 1
@@ -47,8 +47,8 @@ def test_a_hold_counts_steps_and_ends_by_itself() -> None:
     # Steps of a hold that is over do not count in the next one.
     hold.set(HoldSteps(5))
     clock.now += LEASE_S
-    assert hold.set(HoldSteps(0)) == Held(True, 0)
-    assert hold.set(HoldSteps(None)) == Held(False)
+    assert hold.set(HoldSteps(0)) == 0
+    assert hold.set(HoldSteps(None)) == NOT_HELD
     assert not hold.must_wait
 
 

@@ -21,16 +21,13 @@ POLL_S = 0.005
 
 
 class HoldSteps(msgspec.Struct, frozen=True, tag="hold_steps"):
-    """Order: compute `num_steps` more steps than were asked for before, and then wait; None: go on without a hold."""
+    """Order: compute `num_steps` more steps than were asked for before, and then wait; None: go on without a hold.
+    Returns the steps that will be computed before it waits, or `NOT_HELD`."""
 
     num_steps: int | None = None
 
 
-class Held(msgspec.Struct, frozen=True):
-    """The result: whether the engine is held, and the steps that it will compute before it waits."""
-
-    is_held: bool
-    num_steps: int = 0
+NOT_HELD = -1
 
 
 class Hold:
@@ -50,14 +47,14 @@ class Hold:
         """Whether no step may be computed now."""
         return self._num_left <= 0 and self.is_held
 
-    def set(self, order: HoldSteps) -> Held:
-        """Begin or renew the hold, or end it."""
+    def set(self, order: HoldSteps) -> int:
+        """Begin or renew the hold, or end it. Returns the result of the order."""
         if order.num_steps is None:
             self._end = 0.0
-            return Held(False)
+            return NOT_HELD
         self._num_left = order.num_steps + (self._num_left if self.is_held else 0)
         self._end = self._clock() + LEASE_S
-        return Held(True, self._num_left)
+        return self._num_left
 
     def stepped(self) -> None:
         """Note that a step was computed."""

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.cache_tree import CacheTree, ReadCache
-from headrace.engine.holding import Held, HoldSteps
+from headrace.engine.holding import NOT_HELD, HoldSteps
 from headrace.insight import summaries
 from headrace.insight.explainer import name_of
 from headrace.insight.limits import Limits, Machine, limits_of
@@ -51,6 +51,13 @@ class HoldRequest(Body):
     """`num_steps` more steps are computed before the engine waits; without them it goes on."""
 
     num_steps: int | None = None
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """The reply: whether the engine is held, and the steps that it will compute before it waits."""
+
+    is_held: bool
+    num_steps: int
 
 
 class Inspection:
@@ -149,7 +156,8 @@ class Inspection:
         client = self.model.client
         if not client.is_alive:
             raise CallError(503, "no_engine", "no engine runs now that could be held", {"retry-after": "1"})
-        return await client.orders.give(HoldSteps(num_steps), Held)
+        num_left = await client.orders.give(HoldSteps(num_steps), int)
+        return Held(is_held=num_left != NOT_HELD, num_steps=max(0, num_left))
 
     async def limits(self) -> Limits:
         """The speed of decoding against the limits of the machine's memory and arithmetic."""
