@@ -13,6 +13,7 @@ from headrace.core.journal import Note, decode_note
 from headrace.engine import orders
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.engine.core import EngineCore
+from headrace.engine.holding import Hold
 from headrace.engine.records.blind import notes_of, open_recording
 from headrace.insight.explain import explain
 from headrace.insight.limits import Machine
@@ -48,7 +49,7 @@ class Watcher:
         self.feed.follow(note.step)
         self.sizes.append(len(b"".join(self.viewer.take())))
         requests_of(self.lives, output.end_time)
-        reply = orders.carry_out(self.core, msgspec.msgpack.encode(ReadCache(100)))
+        reply = orders.carry_out(self.core, msgspec.msgpack.encode(ReadCache(100)), Hold())
         tree = msgspec.msgpack.decode(reply, type=CacheTree)
         cache_of(tree, misses_of(self.lives, lambda life: "other", str), str, output.end_time)
         for life in self.lives.ended.values():

@@ -7,6 +7,7 @@ from tests.support import fake
 from headrace.engine import orders
 from headrace.engine.cache_tree import CacheTree, ReadCache, read
 from headrace.engine.core import EngineCore
+from headrace.engine.holding import Hold
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -84,4 +85,4 @@ def test_the_blocks_of_a_running_request_are_in_it() -> None:
 def orders_result(core: EngineCore) -> CacheTree:
     import msgspec
 
-    return msgspec.msgpack.decode(orders.carry_out(core, msgspec.msgpack.encode(MANY)), type=CacheTree)
+    return msgspec.msgpack.decode(orders.carry_out(core, msgspec.msgpack.encode(MANY), Hold()), type=CacheTree)

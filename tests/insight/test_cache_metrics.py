@@ -9,6 +9,16 @@ from headrace.insight.metrics import ServerMetrics
 from headrace.protocol.step import Stats
 
 
+def test_waste_is_the_share_of_the_held_slots() -> None:
+    stats = Stats(num_blocks=40, num_blocks_held=5)
+    client: Any = SimpleNamespace(stats=stats, is_started=True, info=SimpleNamespace(block_size=16))
+    metrics = ServerMetrics(client, "m")
+    metrics.num_unfilled = lambda block_size: block_size // 2 * 3
+    assert metrics.waste() == 24 / 80
+    stats.num_blocks_held = 0
+    assert metrics.waste() == 0
+
+
 def test_blocks_of_every_kind_are_held_cached_or_free() -> None:
     stats = Stats(num_blocks=40, num_blocks_held=7, num_blocks_cached=3, more_blocks=[(9, 9, 0), (5, 2, 3)])
     client: Any = SimpleNamespace(

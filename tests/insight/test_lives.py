@@ -131,6 +131,21 @@ def test_it_waited_beside_the_prompt_of_another() -> None:
     assert "beside_prefill" not in alone.ended["alone"].parts
 
 
+def test_the_slots_without_a_token_are_those_of_the_block_tables() -> None:
+    core, lives = engine(num_gpu_blocks_override=64), Lives()
+    size, numbers = core.info.block_size, set()
+    core.add(request("one", [1, 2, 3], 12))
+    core.add(request("two", list(range(50, 61)), 9))
+    while core.has_work():
+        lives.follow(decode_note(core.step().note))
+        # A sequence that computes all its tokens has its blocks filled up to the last.
+        tables = [(len(seq.block_table) * size, seq.num_computed) for seq in core.scheduler.running]
+        assert lives.num_unfilled(size) == sum(num_slots - num for num_slots, num in tables)
+        numbers.add(lives.num_unfilled(size))
+    assert len(numbers) > 2
+    assert lives.num_unfilled(size) == 0
+
+
 def test_the_queue_names_what_it_lacks_and_the_times_before_the_engine_count() -> None:
     core, lives = engine(max_num_seqs=1), Lives()
     now = core.clock()

@@ -251,8 +251,14 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
     ):
         cards = [{"id": name, "object": "model", "max_model_len": 2048} for name in ("fake", "another")]
         page.route("**/v1/models", lambda route: route.fulfill(json={"object": "list", "data": cards}))
+        page.route("**/api/show", lambda route: route.fulfill(json={"details": {"family": "llama"}}))
         page.goto("/")
         ready(page)
+        page.get_by_label("Model").get_by_text("another · not loaded").wait_for(state="attached")
+        assert page.get_by_label("Model").locator("option").all_inner_texts() == [
+            "fake · loaded",
+            "another · not loaded",
+        ]
         page.evaluate(
             "window.models = []; const send = window.fetch; window.fetch = (to, request) => {"
             "if (request?.body) models.push(JSON.parse(request.body).model); return send(to, request); }; null"
@@ -260,6 +266,7 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
         set_knobs(page, max_tokens=2)
         page.get_by_text("Settings", exact=True).click()
         page.get_by_label("Model").select_option("another")
+        assert page.locator(".welcome h2").inner_text() == "another"
         page.get_by_label("System prompt").fill("Be brief.")
         page.evaluate(
             "window.texts = []; new MutationObserver(() => texts.push(document.querySelector('.stats')?.textContent))"

@@ -15,8 +15,8 @@ RENDER = """async (texts) => {
   const { markdown } = await import("/inspector/markdown.js");
   const { h, render } = await import("/inspector/lib.js");
   const tags = "P H3 H4 H5 H6 PRE CODE STRONG EM DEL A UL OL LI BLOCKQUOTE HR DIV " +
-    "TABLE THEAD TBODY TR TH TD".split(" ");
-  const names = "href target rel tabindex aria-label role scope start class".split(" ");
+    "TABLE THEAD TBODY TR TH TD BR SPAN BUTTON INPUT".split(" ");
+  const names = "href target rel tabindex aria-label role scope start class type checked disabled title".split(" ");
   return texts.map((text) => {
     const root = document.createElement("div");
     render(h("div", null, markdown(text)), root);
@@ -37,27 +37,64 @@ def page(chromium: Any, server: Served) -> Iterator[Any]:
         yield page
 
 
+LINK = 'target="_blank" rel="noopener noreferrer"'
+TABLE = '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
+
+
+def listing(language: str, code: str) -> str:
+    """The HTML of a listing, before it is coloured."""
+    return (
+        f'<div class="listing"><div class="bar-of"><span>{language}</span><button type="button" class="copy">Copy'
+        f'</button></div><pre tabindex="0" role="region" aria-label="code {language}"><code>{code}</code></pre></div>'
+    )
+
+
+def formula(source: str) -> str:
+    """The HTML of a formula within a line, before it is typeset."""
+    return f'<span class="formula">{source}</span>'
+
+
+def display(source: str) -> str:
+    """The HTML of a formula of its own line, before it is typeset."""
+    return f'<span class="formula display" tabindex="0" role="group" aria-label="formula">{source}</span>'
+
+
 FORMS = {
     "# One\n## Two #": "<h3>One</h3><h4>Two</h4>",
     "a **b** *c* _d_ ~~e~~ `f*g*`": "<p>a <strong>b</strong> <em>c</em> <em>d</em> <del>e</del> <code>f*g*</code></p>",
     "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
+    "***both*** ___too___": "<p><strong><em>both</em></strong> <strong><em>too</em></strong></p>",
+    "**a *b*** *c **d***": "<p><strong>a <em>b</em></strong> <em>c <strong>d</strong></em></p>",
     "snake_case_name 2 * 3 * 4 \\*x\\*": "<p>snake_case_name 2 * 3 * 4 *x*</p>",
     "one\ntwo\n\nthree": "<p>one two</p><p>three</p>",
+    "one  \ntwo\\\nthree<br>four": "<p>one<br>two<br>three<br>four</p>",
     "- a\n- b\n  - c\n\n1. x\n2. y": '<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol start="1">'
     "<li>x</li><li>y</li></ol>",
     "3) x": '<ol start="3"><li>x</li></ol>',
+    "- [x] a\n- [ ] **b**": '<ul><li class="task"><input type="checkbox" disabled="" aria-label="done">a</li>'
+    '<li class="task"><input type="checkbox" disabled="" aria-label="to do"><strong>b</strong></li></ul>',
     "> a\n> b": "<blockquote><p>a b</p></blockquote>",
     "---": "<hr>",
-    "```py\nif a < b:\n  `x`\n```\nz": '<pre tabindex="0" aria-label="code py">'
-    "<code>if a &lt; b:\n  `x`</code></pre><p>z</p>",
+    "```py\nif a < b:\n  `x`\n```\nz": listing("py", "if a &lt; b:\n  `x`") + "<p>z</p>",
     # An answer that is still coming.
-    "```\nopen": '<pre tabindex="0" aria-label="code "><code>open</code></pre>',
-    "[a](https://b.example/c)": '<p><a href="https://b.example/c" target="_blank" rel="noopener noreferrer">a</a></p>',
-    "see https://b.example/c.": '<p>see <a href="https://b.example/c" target="_blank" rel="noopener noreferrer">'
-    "https://b.example/c</a>.</p>",
-    "|a|b|\n|-|:-:|\n|1|**2**|": '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
-    '<th scope="col">a</th><th scope="col">b</th></tr></thead><tbody><tr><td>1</td><td><strong>2</strong></td></tr>'
-    "</tbody></table></div>",
+    "```\nopen": listing("", "open"),
+    "[a](https://b.example/c)": f'<p><a href="https://b.example/c" {LINK}>a</a></p>',
+    '[a](https://b.example/c_(d) "e f")': f'<p><a href="https://b.example/c_(d)" {LINK}>a</a></p>',
+    "![a *b*](https://b.example/c.png)!": f'<p><a href="https://b.example/c.png" {LINK}>image: a *b*</a>!</p>',
+    "![](https://b.example/c.png)": f'<p><a href="https://b.example/c.png" {LINK}>image: b.example</a></p>',
+    "see https://b.example/c.": f'<p>see <a href="https://b.example/c" {LINK}>https://b.example/c</a>.</p>',
+    "|a|b|\n|-|:-:|\n|1|**2**|": f'{TABLE}<th scope="col">a</th><th scope="col" class="center">b</th></tr></thead>'
+    '<tbody><tr><td>1</td><td class="center"><strong>2</strong></td></tr></tbody></table></div>',
+    "|a|\n|-:|\n|`1\\|2`|": f'{TABLE}<th scope="col" class="right">a</th></tr></thead>'
+    '<tbody><tr><td class="right"><code>1|2</code></td></tr></tbody></table></div>',
+    "a $x^2$ b \\(y\\)": f"<p>a {formula('$x^2$')} b {formula(chr(92) + '(y' + chr(92) + ')')}</p>",
+    "$$\nx\n$$\nz": display("$$\nx\n$$") + "<p>z</p>",
+    "so:\n\\[x\\]": f"<p>so:</p>{display(chr(92) + '[x' + chr(92) + ']')}",
+    "```math\nx\n```": display("x"),
+    # Prices and variables of a shell are none.
+    "$5 or $10, US$3-US$4, $HOME and $PATH": "<p>$5 or $10, US$3-US$4, $HOME and $PATH</p>",
+    "\\$x$ and a$b$": "<p>$x$ and a$b$</p>",
+    "$$\nopen": "<p>$$ open</p>",
 }
 
 HOSTILE = [
@@ -72,6 +109,11 @@ HOSTILE = [
     "[a]: javascript:alert(1)\n[a]",
     "<https://x.example><b>",
     "{{constructor.constructor('alert(1)')()}} __proto__ constructor",
+    '![a" onerror="alert(1)](https://x.example/i.png) ![b](javascript:alert(1)) ![c](data:image/svg+xml,<svg>)',
+    "|<img src=x onerror=alert(1)>|b|\n|:-:|-:|\n|<script>alert(1)</script>|[x](javascript:alert(1))|",
+    "- [x] <img src=x onerror=alert(1)>\n- [ ] [a](javascript:alert(1))",
+    "```html\n<script>alert(1)</script><img src=x onerror=alert(1)>\n```",
+    "```__proto__\nx\n```\n```constructor\nx\n```\n```../../x\ny\n```",
 ]
 
 

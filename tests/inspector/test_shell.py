@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from headrace.text.tokenizer import Tokenizer
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 RUNNING = "headrace is running\n"
-FILES = [f"/inspector/{path.name}" for path in (*FOLDER.glob("*.js"), *FOLDER.glob("*.css"))]
+SUFFIXES = (".js", ".css", ".woff2")
+FILES = [f"/inspector/{path.relative_to(FOLDER)}" for path in FOLDER.rglob("*") if path.suffix in SUFFIXES]
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +35,31 @@ def locked(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> It
 def stale(folder: Path) -> list[str]:
     """Libraries that are not those of SOURCES.md, by their digests, or are missing in it or in the folder."""
     rows = re.findall(r"(?m)^\| (\S+) \|.*\| ([0-9a-f]{64}) \|$", (folder / "SOURCES.md").read_text(encoding="utf-8"))
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    libraries = {name: digest for name, digest in digests.items() if name.endswith((".js", ".css"))}
-    return sorted(name for name, _ in libraries.items() ^ dict(rows).items())
+    libraries = {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.suffix in SUFFIXES
+    }
+    return sorted({name for name, _ in libraries.items() ^ dict(rows).items()})
 
 
 def test_the_libraries_are_those_of_their_packages(tmp_path: Path) -> None:
     assert stale(FOLDER / "vendor") == []
-    for path in (FOLDER / "vendor").iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(FOLDER / "vendor", tmp_path, dirs_exist_ok=True)
     with (tmp_path / "uplot.js").open("a") as file:
         file.write("\n")
     (tmp_path / "other.js").touch()
-    assert set(stale(tmp_path)) == {"uplot.js", "other.js"}
+    (tmp_path / "katex/fonts/other.woff2").touch()
+    assert stale(tmp_path) == ["katex/fonts/other.woff2", "other.js", "uplot.js"]
 
 
 def loosened(reply: httpx.Response) -> list[str]:
     """Directives of the policy of a reply that let in more than the server's own files, and missing headers."""
     policy = dict(part.strip().partition(" ")[::2] for part in reply.headers["content-security-policy"].split(";"))
     strict = {"default-src": "'none'", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'"}
-    strict |= dict.fromkeys(("script-src", "style-src", "connect-src"), "'self'") | {"img-src": "'self' data:"}
+    strict |= dict.fromkeys(("script-src", "style-src", "connect-src", "font-src"), "'self'") | {
+        "img-src": "'self' data:"
+    }
     strict["x-content-type-options"] = "nosniff"
     policy["x-content-type-options"] = reply.headers.get("x-content-type-options", "")
     return [name for name, _ in policy.items() ^ strict.items()]

@@ -18,6 +18,8 @@ ANSWER = {
     "role": "assistant",
     "content": "An *answer*.",
     "reasoning": "A reason.",
+    "calls": [{"id": "c", "name": "weather", "arguments": "{}"}],
+    "isLeftOut": False,
     "ids": [1, 2, 3],
     "numKept": 0,
     "promptIds": [4, 5],
@@ -35,7 +37,7 @@ ANSWER = {
     "finish": "length",
     "error": None,
     "progress": None,
-    "times": {"sent": 1.0, "first": 2.0, "last": 9.0},
+    "times": {"sent": 1.0, "first": 2.0, "thought": 3.0, "last": 9.0},
     "bins": [1, 2],
     "note": None,
 }
@@ -46,7 +48,12 @@ GOOD = {
     "model": "builtin",
     "system": "Be short.",
     "knobs": {"seed": "7"},
-    "messages": [{"role": "user", "content": "the good one"}, ANSWER],
+    "tools": "[]",
+    "messages": [
+        {"role": "user", "content": "the good one", "isLeftOut": True, "attachments": [{"name": "a.txt", "text": "x"}]},
+        ANSWER,
+        {"role": "tool", "content": "warm", "callId": "c"},
+    ],
 }
 WRONG: tuple[Any, ...] = (None, 5, "text", True, [], {}, [None], [[]], {"a": {}}, {"type": "b", "props": {}, "key": 1})
 STORE = "(entries) => Object.entries(entries).forEach(([name, text]) => localStorage.setItem(name, text))"

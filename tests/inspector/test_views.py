@@ -6,6 +6,7 @@ import json
 import math
 import re
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from tests.inspector import browser
 from tests.support.journal import notes_of_life, recorded
 from tests.support.server import HTTP
+from tests.support.serving import serve
 
 from headrace.core.journal import Step
 from headrace.insight.live import BlockMap, as_dict
@@ -193,6 +195,9 @@ def test_the_views_go_by_keyboard(open_page: OpenPage, server: Any) -> None:
     rows.first.wait_for()
     assert rows.count() == 1
 
+    page.goto("/inspect#speculation")
+    page.locator(".no-guesses", has_text="No drafter is on.").wait_for()
+
     page.goto("/inspect#blocks")
     page.locator("figure canvas").first.focus()
     press(page, "Home", "ArrowRight")
@@ -246,6 +251,99 @@ def test_every_view_shows_a_recording(open_page: OpenPage, tmp_path: Path, setti
             page.locator(".round").wait_for()
     page.get_by_role("button", name="Back to live").click()
     page.locator(".status", has_text="builtin · ready").wait_for()
+
+
+def test_the_engine_is_held_and_goes_step_by_step(open_page: OpenPage, server: Any) -> None:
+    page = open_page("/inspect#blocks")
+    page.locator(".status", has_text="builtin · ready").wait_for()
+    hold = page.get_by_role("button", name="Hold the engine")
+    hold.focus()
+    press(page, "Enter")
+    page.get_by_text("The engine waits between two steps").wait_for()
+    before = metric(server, "num_steps_total")
+    body = {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}
+    threading.Thread(target=lambda: HTTP.post(f"{server.url}/v1/completions", json=body)).start()
+    while HTTP.get(f"{server.url}/load").json()["server_load"] < 1:
+        time.sleep(0.01)
+    page.get_by_role("button", name="16 steps").click()
+    while metric(server, "num_steps_total") < before + 16:
+        time.sleep(0.01)
+    # Held for as long as it is looked at: more than the time after which a hold ends by itself.
+    page.get_by_role("button", name="One step").click()
+    while metric(server, "num_steps_total") < before + 17:
+        time.sleep(0.01)
+    page.wait_for_timeout(300)
+    assert metric(server, "num_steps_total") == before + 17
+    page.wait_for_function("() => document.querySelector('[data-fact=running]').textContent === '1'")
+    # Blocks of 16 tokens: what is not filled is in the last one.
+    page.locator("[data-fact=waste]", has_text="%").wait_for()
+    num = fact(page, "held")
+    size, live = state_of(server)["block_size"], "async () => (await import('/inspector/live.js')).live.positions"
+    [position] = page.evaluate(f"async () => [...(await ({live})()).values()].slice(-1)")
+    assert page.locator("[data-fact=waste]").inner_text() == f"{100 * (1 - position / (num * size)):.1f} %"
+    assert browser.violations(page) == []
+    # To leave the view lets the engine go on.
+    page.locator("nav a[href='/inspect#plan']").click()
+    while metric(server, "num_requests_running"):
+        time.sleep(0.05)
+
+
+def test_many_blocks_are_shown_by_sequence_and_by_place(chromium: Any) -> None:
+    with serve("builtin", "--num-gpu-blocks-override", "75000", "--max-model-len", "2048") as served:
+        for settings in ({}, {"viewport": browser.PHONE, "color_scheme": "dark"}):
+            with browser.watched_page(chromium, served.url, **settings) as page:
+                page.goto("/inspect#blocks")
+                page.locator(".status", has_text="builtin · ready").wait_for()
+                assert page.get_by_label("Order the blocks").input_value() == "sequence"
+                page.get_by_role("button", name="Hold the engine").click()
+                page.get_by_text("The engine waits between two steps").wait_for()
+                body = {"prompt": [PROMPT, PROMPT * 9], "max_tokens": 40, "ignore_eos": True}
+                thread = threading.Thread(target=lambda: HTTP.post(f"{served.url}/v1/completions", json=body))  # noqa: B023
+                thread.start()
+                while page.locator("[data-fact=running]").inner_text() != "2":
+                    page.get_by_role("button", name="One step").click()
+                    page.wait_for_timeout(100)
+                page.locator("figure canvas").first.focus()
+                press(page, "Home", "Enter")
+                page.locator("section[aria-label='Block table']").wait_for()
+                press(page, "Escape")
+                assert browser.violations(page) == []
+                assert not browser.is_wider_than_the_screen(page)
+                page.get_by_label("Order the blocks").select_option("by place")
+                page.locator("figcaption", has_text="A cell is 32 blocks").wait_for()
+                # Small enough to be seen at once, and each block after one more key.
+                height = page.locator("figure canvas").first.bounding_box()["height"]
+                assert height < 700
+                page.locator("figure canvas").first.focus()
+                press(page, "Home")
+                page.locator(".selection", has_text="Blocks 0 to 31: Enter shows each").wait_for()
+                press(page, "Enter", "Home")
+                page.locator(".selection", has_text="Block 0: held by ").wait_for()
+                assert browser.violations(page) == []
+                page.get_by_role("button", name="All blocks").click()
+                page.locator("figcaption", has_text="A cell is 32 blocks").wait_for()
+                page.get_by_role("button", name="Let the engine go on").click()
+                thread.join()
+
+
+def test_the_guesses_are_words_and_their_absence_is_said(chromium: Any) -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 3, "adaptive": false}'
+    with serve("builtin", "--speculative-config", config) as served, browser.watched_page(chromium, served.url) as page:
+        page.goto("/inspect#speculation")
+        page.locator(".no-guesses", has_text="The drafter (ngram) is on. There were no steps yet").wait_for()
+        # One token: there is nothing to guess.
+        body = {"prompt": "The", "max_tokens": 1, "temperature": 0}
+        HTTP.post(f"{served.url}/v1/completions", json=body)
+        sentence = re.compile(r"The drafter \(ngram\) is on, and saw nothing worth guessing in the last \d+ steps?\.")
+        page.locator(".no-guesses", has_text=sentence).wait_for()
+        body = {"prompt": "the big dog and the big cat and the big dog and the big", "max_tokens": 24, "temperature": 0}
+        text = HTTP.post(f"{served.url}/v1/completions", json=body | {"ignore_eos": True}).json()["choices"][0]["text"]
+        page.locator(".round code").first.wait_for()
+        words = page.locator(".round li.kept code, .round li.bonus code, .round li.corrected code:last-child")
+        for word in words.all_inner_texts():
+            assert word.replace("␣", " ").replace("⏎", "\n") in text
+        assert "guess 1 " not in page.locator(".round").inner_text()
+        assert browser.violations(page) == []
 
 
 def test_a_file_that_is_no_recording_is_refused_in_words(open_page: OpenPage, tmp_path: Path) -> None:

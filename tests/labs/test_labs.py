@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from headrace.cli.lab import NAMES
 from headrace.cli.main import main
-from headrace.labs import base, caching, catalogue
+from headrace.fleet.simulator import Life, SimulatedRun
+from headrace.fleet.traces import Call
+from headrace.labs import base, caching, catalogue, drawing, scheduling
 from headrace.labs.base import Lab
 from headrace.labs.engine import Bench
 from headrace.plan.steps import tokens_per_pass
@@ -74,11 +77,33 @@ def test_blocks_waste_the_ends_of_sequences() -> None:
 
 def test_continuous_batches_gain_what_answers_are_unequal() -> None:
     lab = result("batching")
-    equal, spread, few = lab.numbers("factor")
+    equal, spread, few = lab.numbers("factor")[::2]
     assert equal == pytest.approx(1.0, abs=0.05)
     assert equal < spread < few
-    for factor, ideal in zip(lab.numbers("factor"), lab.numbers("longest / mean"), strict=True):
+    for factor, ideal in zip([equal, spread, few], lab.numbers("longest / mean")[::2], strict=True):
         assert 0.6 * ideal < factor < 1.1 * ideal
+    # Of equal answers that are all there no place is empty.
+    assert (lab.numbers("static used")[0], lab.numbers("continuous used")[0]) == (1, 1)
+    for theirs, ours in zip(lab.numbers("static used"), lab.numbers("continuous used"), strict=True):
+        assert theirs <= ours <= 1
+    # A request that comes while a batch runs waits for its end.
+    streams = zip(lab.numbers("static latency")[1::2], lab.numbers("continuous latency")[1::2], strict=True)
+    assert all(theirs > 1.2 * ours for theirs, ours in streams)
+
+
+def test_a_static_batch_holds_those_who_have_come() -> None:
+    """Two places: the third request waits for the longest of the first two, and the fourth for itself alone."""
+    batches: list[int] = []
+
+    def run(calls: Sequence[Call]) -> SimulatedRun:
+        batches.append(len(calls))
+        lives = [Life(call.time, 1, call.num_new, end=call.time + call.num_new) for call in calls]
+        return SimulatedRun(lives, 0, max(call.num_new for call in calls), 0, 0.0)
+
+    calls = [Call(0.0, 1, 4), Call(0.0, 1, 10), Call(1.0, 1, 2), Call(50.0, 1, 3)]
+    served = scheduling.static(run, calls, 2)
+    assert batches == [2, 1, 1]
+    assert served == (53.0, 15, (10 + 10 + 11 + 3) / 4)
 
 
 def test_four_bits_fewer_make_sixteen_times_the_error() -> None:
@@ -106,17 +131,23 @@ def test_a_mixture_is_counted_by_the_models_file() -> None:
 
 
 def test_the_knobs_leave_what_they_promise() -> None:
-    rows = {str(row[0]): [float(cell) for cell in row[1:]] for row in result("sampling").rows}
+    rows = {str(row[0]): [float(cell) for cell in row[1:-1]] for row in result("sampling").rows}
     assert rows["nothing"][0] > 1000
     assert rows["nothing"][3] == pytest.approx(1.0, abs=1e-4)
     assert rows["temperature 0"][:3] == [1, 0, 1]
     assert rows["top_k 5"][0] == 5
     # The fewest tokens with at least 0.8: without the least likely of them they have less.
-    num, _, _, mass = rows["top_p 0.8"]
+    num, _, _, mass, *_ = rows["top_p 0.8"]
     assert 0.8 <= mass < 1
     assert 1 <= num < rows["temperature 2, top_p 0.8"][0]
     assert rows["temperature 0.5"][1] < rows["nothing"][1] < rows["temperature 2"][1]
     assert rows["min_p 0.1"][0] < rows["nothing"][0]
+    # Two seeds have one text at temperature 0, and the least perplexity.
+    assert rows["temperature 0"][5] <= 0.5
+    assert rows["temperature 0"][6] == min(row[6] for row in rows.values())
+    assert all(result("sampling").column("text"))
+    assert drawing.distinct([[1, 2, 1, 2], [3]], 1) == 3 / 5
+    assert drawing.distinct([[1, 2, 1, 2], [3]], 2) == 2 / 3
 
 
 def test_a_pass_gives_one_token_more_than_it_keeps() -> None:

@@ -61,6 +61,7 @@ ACCESS |= dict.fromkeys(
         "GET /inspect/cache",
         "GET /inspect/limits",
         "GET /inspect/numbers",
+        "POST /inspect/hold",
         "POST /inspect/recording",
         "POST /inspect/plan",
         "POST /fleet/update",

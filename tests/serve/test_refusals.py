@@ -78,7 +78,7 @@ BODIES["/v1/rerank"] = (embeddings.RerankRequest, {"query": "hi", "documents": [
 BODIES["/invocations"] = (vllm.InvocationRequest, {"prompt": "hi", "max_tokens": 2})
 # Without a body of JSON, or (files, batches) with tests of their own.
 NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
-NO_BODY |= {"/sleep", "/wake_up", "/inspect/recording", "/inspect/plan", "/fleet/update"}
+NO_BODY |= {"/sleep", "/wake_up", "/inspect/recording", "/inspect/plan", "/inspect/hold", "/fleet/update"}
 NO_BODY |= {"/lora-adapters", "/classify", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 NO_BODY |= {"/v1/responses/compact", "/v1/conversations/{conversation_id}"}
 NO_BODY |= {"/v1/conversations/{conversation_id}/items"}

@@ -32,6 +32,7 @@ BODIES: dict[str, Any] = {
     "POST /api/pull": {"model": "tiny", "stream": False},
     "DELETE /api/delete": {"model": "second"},
     "POST /fleet/update": {},
+    "POST /inspect/hold": {},
     "POST /inspect/plan": {"config": LLAMA, "hardware": "h100"},
     "POST /v1/completions": COMPLETION,
 }

@@ -2,9 +2,9 @@
 viewers.
 
 `Journal` reads the notes of the scheduler (ints) after each step and adds the times. A `Note` has no tokens and no
-text, but for the few token ids around a miss of the prefix cache, which travel next to the `Step`. The events of blocks
-are in it only while there is a viewer. The journal changes nothing: schedule and output are the same with and without
-it.
+text, but for the few token ids around a miss of the prefix cache and those of guesses, which travel next to the `Step`.
+The events of blocks and the tokens of guesses are in it only while there is a viewer. The journal changes nothing:
+schedule and output are the same with and without it.
 
 Must not know HTTP or the readers of the notes. Called by `engine.core`; `insight.lives` reads the notes.
 """
@@ -89,10 +89,11 @@ class Step(msgspec.Struct, array_like=True, gc=False):
 
 class Note(msgspec.Struct, array_like=True, gc=False):
     """A step, and apart from it the token ids around the misses of the prefix cache, by sequence: the request's, and
-    the ids of the newest cached block in that place."""
+    the ids of the newest cached block in that place; and of guesses, by column: the draft's and then the answer's."""
 
     step: Step
     token_ids: dict[int, tuple[list[int], list[int]]] = {}
+    guesses: dict[int, tuple[list[int], list[int]]] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -149,8 +150,7 @@ class Journal:
 
     def note(self, batch: ScheduledBatch, result: StepResult, output: StepOutput, computed: float) -> bytes:
         """Return the `Note` of a step that was committed, as msgpack. The result was there at `computed`."""
-        scheduler = self._scheduler
-        notes, pool = scheduler.notes, scheduler.pool
+        scheduler, notes, pool = self._scheduler, self._scheduler.notes, self._scheduler.pool
         scheduled, seq_ids, head = self._plans.pop(batch.step_id)
         times = output.start_time, scheduled, computed, output.end_time
         step = Step(batch.step_id, times, seq_ids, batch.starts, batch.lens, head=head)
@@ -162,17 +162,19 @@ class Journal:
         token_ids: dict[int, Any] = {}
         while notes.admitted:
             seq_id, num_cached, verdict = notes.admitted.popleft()
-            at, when = verdict.at, verdict.time / 1e6
-            step.admissions.append(Admission(seq_id, num_cached, int(verdict.miss), at, when, verdict.by))
+            why = int(verdict.miss), verdict.at, verdict.time / 1e6, verdict.by
+            step.admissions.append(Admission(seq_id, num_cached, *why))
             if verdict.theirs:
                 token_ids[seq_id] = list(verdict.ours), list(verdict.theirs)
         step.preemptions = [notes.preempted.popleft() for _ in range(len(notes.preempted))]
         step.ends = [(self._seq_ids.pop(name, 0), finish.reason) for name, finish in output.finished.items()]
+        self.last = Note(step, token_ids)
         if pool.log is not None:
             step.blocks = [(kind, list(users), blocks) for kind, users, blocks in pool.log]
             pool.log = []
+            for i, draft in batch.drafts.items():
+                self.last.guesses[i] = draft.token_ids, [result.token_ids[i], *result.read(i).further]
         scheduler.cache.now = int(1e6 * output.end_time)
-        self.last = Note(step, token_ids)
         return _encoder.encode(self.last)
 
 
@@ -181,8 +183,7 @@ def head_of(scheduler: Scheduler, batch: ScheduledBatch) -> tuple[int, int]:
     waits."""
     if not len(scheduler.waiting):
         return 0, Wait.NONE
-    seq = scheduler.waiting[0]
-    return seq.arrival, _lack(scheduler, batch)
+    return scheduler.waiting[0].arrival, _lack(scheduler, batch)
 
 
 def _lack(scheduler: Scheduler, batch: ScheduledBatch) -> Wait:

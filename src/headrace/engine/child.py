@@ -27,6 +27,7 @@ from headrace.core.reports import KeyReports
 from headrace.engine import logs, orders
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
+from headrace.engine.holding import Hold
 from headrace.engine.parts import parts_of
 from headrace.engine.records.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.protocol import frames
@@ -55,11 +56,13 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
     debug = env.debug_level()
     journal = core.journal = core.journal or Journal(core.scheduler, core.clock)
     reports: KeyReports | None = None
+    hold = Hold()
     send(frames.Ready(core.info))
     while True:
         if core.on_idle is not None and not core.has_work() and core.num_steps:
             core.on_idle()
-        messages = receive(not core.has_work())
+        has_work = core.has_work()
+        messages = hold.wait(receive) if has_work and hold.must_wait else receive(not has_work)
         if messages is None:
             return
         for message in messages:
@@ -84,13 +87,16 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                 case frames.ShareKeys(secret):
                     reports = share_keys(core, secret, reports)
                 case frames.Order(order_id, body):
-                    send(frames.Reply(order_id, orders.carry_out(core, body)))
+                    send(frames.Reply(order_id, orders.carry_out(core, body, hold)))
                 case frames.Shutdown():
                     return
                 case frames.Start():
                     raise frames.TransportError("the engine was started already")
         # After aborts alone there is no step to compute, but the gauges have changed.
-        output = core.step() if core.has_work() else StepOutput(step_id=-1)
+        output = StepOutput(step_id=-1)
+        if core.has_work() and not hold.must_wait:
+            output = core.step()
+            hold.stepped()
         output.stats = output.stats or core.stats()
         output.cache_keys = None if reports is None else reports.take()
         for part in parts_of(output) if output.has_rows else (output,):

@@ -1,5 +1,5 @@
-"""Orders: the tasks of an engine between two steps: session files, views of the
-prefix cache, and the fingerprint.
+"""Orders: the tasks of an engine between two steps: session files, views of the prefix cache, the fingerprint, and
+holds.
 
 `carry_out` runs in the engine's process; `engine.order_calls` is the server's side. Called by `engine.child`.
 """
@@ -11,6 +11,7 @@ import msgspec
 from headrace.engine import cache_tree, sessions
 from headrace.engine.cache_tree import ReadCache
 from headrace.engine.core import EngineCore
+from headrace.engine.holding import Hold, HoldSteps
 from headrace.engine.sessions import MoveSession
 from headrace.protocol import frames
 
@@ -19,13 +20,15 @@ class ReadFingerprint(msgspec.Struct, frozen=True, tag="read_fingerprint"):
     """Order: return the digest of all that decides the bits of the engine's answers (`engine.fingerprint`)."""
 
 
-Body = MoveSession | ReadCache | ReadFingerprint
+Body = MoveSession | ReadCache | ReadFingerprint | HoldSteps
 
 _decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 
 
-def carry_out(core: EngineCore, body: bytes) -> bytes:
-    """Do an order and return its result as msgpack. Raises `TransportError` for anything but one of `Body`."""
+def carry_out(core: EngineCore, body: bytes, hold: Hold) -> bytes:
+    """Do an order and return its result as msgpack. `hold` is the engine's.
+
+    Raises `TransportError` for anything but one of `Body`."""
     try:
         order = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -37,3 +40,5 @@ def carry_out(core: EngineCore, body: bytes) -> bytes:
             return msgspec.msgpack.encode(cache_tree.read(core.scheduler, order))
         case ReadFingerprint():
             return msgspec.msgpack.encode(core.fingerprint())
+        case HoldSteps():
+            return msgspec.msgpack.encode(hold.set(order))

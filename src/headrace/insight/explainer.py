@@ -13,12 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from headrace.core.journal import Step, decode_note
+from headrace.core.journal import Note, Step, decode_note
 from headrace.engine import tenants
 from headrace.engine.generation import FinishObserver
 from headrace.insight.explain import Explanation, Text, explain
 from headrace.insight.limits import Machine
-from headrace.insight.live import Feed
+from headrace.insight.live import Feed, Words
 from headrace.insight.lives import MAX_LIVES, Life, Lives
 from headrace.insight.observer import Counts, EngineEnd, Entry, Observer, StepNote
 from headrace.protocol import step_model
@@ -141,6 +141,16 @@ class Explainer:
         self.observer.hand_over()
         self.observer.is_followed = self._feed is not None or bool(self._readers)
 
+    def _words(self, note: Note) -> list[Words]:
+        """Return the texts of the guesses of a step, none without a tokenizer."""
+        text_of = self._calls.text_of
+        if text_of is None:
+            return []
+        return [
+            (column, [text_of([each]) for each in drafted], [text_of([each]) for each in tokens])
+            for column, (drafted, tokens) in note.guesses.items()
+        ]
+
     def _read(self, entry: Entry) -> None:
         if isinstance(entry, StepNote):  # first, since most are
             replica, encoded, info = entry
@@ -150,7 +160,7 @@ class Explainer:
             lives.follow(note)
             # A viewer sees one engine, the one that sends the events of its blocks.
             if self._feed is not None and note.step.blocks is not None:
-                self._feed.follow(note.step)
+                self._feed.follow(note.step, functools.partial(self._words, note))
             if self._readers:
                 self._report_prompts(lives, note.step)
         elif isinstance(entry, EngineEnd):

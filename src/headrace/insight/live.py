@@ -19,6 +19,10 @@ MAX_VIEWERS = 16
 MAX_PENDING = 64
 
 
+Words = tuple[int, list[str], list[str]]
+"""Of a column: the texts of its guesses, and those of the tokens that its answer got."""
+
+
 class BlockMap:
     """`tables` maps each holder to its blocks, in the order of its block table, and their references; holder 0 is the
     step in flight. `cached` are the blocks that the prefix cache has, in use or not."""
@@ -136,13 +140,13 @@ class Feed:
         if not self._viewers:
             self._watch(False)
 
-    def follow(self, step: Step) -> None:
-        """Pass a step on. Costs nothing while there is no viewer."""
+    def follow(self, step: Step, words: Callable[[], list[Words]] = list) -> None:
+        """Pass a step on; `words` returns those of its guesses. Costs nothing while there is no viewer."""
         if not self._viewers:
             return
         self._step_id = step.step_id
         self._blocks.apply(step.blocks or [])
-        delta = msgspec.json.encode({"step": as_dict(step)})
+        delta = msgspec.json.encode({"step": as_dict(step) | {"words": words()}})
         for viewer in self._viewers:
             viewer.put(delta)
 

@@ -178,6 +178,17 @@ class Lives:
             return life.state
         return "decode" if life.arrival.seq_id in self._prefilled else "prefill"
 
+    def num_unfilled(self, block_size: int) -> int:
+        """Return how many slots of the last blocks of open sequences had no token after the latest step."""
+        num = 0
+        for lives in self.replicas:
+            step = lives._previous
+            right = {} if step is None else {column: num_kept for column, _, num_kept in step.guesses}
+            for column, seq_id in enumerate([] if step is None else step.seq_ids):
+                if seq_id in lives._open and step is not None:
+                    num += -(step.starts[column] + step.lens[column] + right.get(column, 0)) % block_size
+        return num
+
     def num_generated(self, life: Life) -> int:
         """Return how many tokens of the answer were drawn, as far as computed steps tell."""
         if life.replica != self.replica:

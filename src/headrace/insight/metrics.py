@@ -31,6 +31,8 @@ class ServerMetrics:
         self._values = (model_name, "0")
         self.num_helper_faults: Callable[[], Mapping[str, int]] = dict
         """Returns how often each kind of process other than the engine failed."""
+        self.num_unfilled: Callable[[int], int] = lambda block_size: 0
+        """Returns how many slots of the blocks that requests hold have no token yet."""
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
         self.counts = Counts(self.registry, model_name)
@@ -65,6 +67,7 @@ class ServerMetrics:
             "num_requests_running": ("Requests in the running batch.", now.num_running),
             "num_requests_waiting": ("Requests that wait for room.", waiting),
             "kv_cache_usage_perc": ("Share of KV blocks that requests hold, 0 to 1.", now.kv_cache_usage),
+            "kv_cache_waste_perc": ("Share of the slots of held KV blocks without a token, 0 to 1.", self.waste()),
             "beam_search_blocks": ("KV blocks that beam searches hold.", now.num_beam_blocks),
             "beam_search_blocks_unshared": (
                 "KV blocks that they would hold if no beam shared.",
@@ -111,6 +114,12 @@ class ServerMetrics:
             facts["num_gpu_blocks"] = str(client.info.num_blocks)
             doc = "The engine's sizes."
             yield self._family(GaugeMetricFamily, "cache_config_info", doc, {tuple(facts.values()): 1}, tuple(facts))
+
+    def waste(self) -> float:
+        """Return the share of the slots of held blocks that have no token; 0 if none is held."""
+        client = self._client
+        num_slots = client.stats.num_blocks_held * client.info.block_size if client.is_started else 0
+        return min(1.0, self.num_unfilled(client.info.block_size) / num_slots) if num_slots else 0.0
 
     def _of_replicas(self) -> Iterable[Metric]:
         """Yield the metrics of each replica of a fleet."""

@@ -31,7 +31,8 @@ class State(msgspec.Struct, kw_only=True):
     `num_blocks_cached` are blocks that the prefix cache has and no request holds. A step has at most
     `max_num_batched_tokens` tokens and `max_num_seqs` columns; a block has the keys and values of `block_size` tokens,
     `kv_token_bytes` each (0: unknown). `requests` are the oldest `MAX_REQUESTS`. `memory` compares the decoding of the
-    last seconds with the machine; None where there was none. Steps are of `replica`."""
+    last seconds with the machine; None where there was none. Steps are of `replica`. `drafter` is the method of
+    speculation, "" without one."""
 
     time: float
     model: str
@@ -54,9 +55,10 @@ class State(msgspec.Struct, kw_only=True):
     requests: list[OpenCall]
     replica: int = 0
     memory: Share | None = None
+    drafter: str = ""
 
 
-def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -> State:
+def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float, drafter: str = "") -> State:
     """Return the state at `now`, in monotonic seconds."""
     requests = []
     for life in sorted(lives.open(), key=lambda life: life.arrival.times[0]):
@@ -98,4 +100,5 @@ def state_of(client: EngineClient, lives: Lives, machine: Machine, now: float) -
         requests=requests[:MAX_REQUESTS],
         replica=client.replicas[0].index if client.replicas else 0,
         memory=share_now(lives.reads, machine, now),
+        drafter=drafter,
     )

@@ -4,8 +4,10 @@ speculation."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from headrace import hub
 from headrace.cli.bench.speculate import Synthetic, replace_drafter
 from headrace.labs.base import Lab
 from headrace.labs.engine import Bench, opened
@@ -13,7 +15,8 @@ from headrace.plan.steps import kept_guesses, tokens_per_pass
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
-from headrace.protocol.step import Request
+from headrace.protocol.step import Request, TokenLogprob
+from headrace.text.tokenizer import Tokenizer
 
 KNOBS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -26,6 +29,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "temperature 2, top_p 0.8": {"temperature": 2.0, "top_p": 0.8},
 }
 NUM_GUESSES = 4
+NUM_SHOWN = 24
+"""Tokens of a text that are printed."""
 
 
 def entropy_of(shares: dict[int, float]) -> float:
@@ -46,8 +51,29 @@ def _shares(bench: Bench, known: list[int], fields: dict[str, Any]) -> dict[int,
     return shares
 
 
+def distinct(texts: Sequence[Sequence[int]], num: int) -> float:
+    """Return distinct-n of Li et al. 2016 (arXiv:1510.03055): the share of the texts' n-grams that are different."""
+    grams = [tuple(text[i : i + num]) for text in texts for i in range(len(text) - num + 1)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+def _texts(bench: Bench, known: list[int], fields: dict[str, Any], seeds: int, length: int) -> list[list[TokenLogprob]]:
+    """Return how the text goes on with each seed: tokens with their log-probabilities under the model alone."""
+    texts: dict[str, list[TokenLogprob]] = {}
+    for seed in range(seeds):
+        more = {"temperature": 1.0} | fields | {"seed": seed, "max_tokens": length, "logprobs": 0, "ignore_eos": True}
+        bench.core.add(Request(request_id=f"text {seed}", prompt_token_ids=known, params=SamplingParams(**more)))
+        texts[f"text {seed}"] = []
+    while bench.core.has_work():
+        for name, entries in bench.core.step().logprobs.items():
+            texts[name] += entries
+    return list(texts.values())
+
+
 def sampling(model: str, small: bool) -> Lab:
-    """The rest of the model's distribution after each sampling parameter."""
+    """The rest of the model's distribution after each sampling parameter, and the texts that come of it."""
+    seeds, length = (2, 8) if small else (8, 64)
+    tokenizer = Tokenizer.load(hub.resolve_tokenizer(model, None))
     rows: list[list[str | int | float]] = []
     with opened(model, max_logprobs=-1) as bench:
         [text] = bench.run([bench.prompt(1, 5)], [12], temperature=1.0)
@@ -57,7 +83,13 @@ def sampling(model: str, small: bool) -> Lab:
         for name, fields in KNOBS.items():
             shares = _shares(bench, known, fields)
             mass = sum(plain[token] for token in shares)
-            rows.append([name, len(shares), entropy_of(shares), max(shares.values()), mass])
+            texts = _texts(bench, known, fields, seeds, length)
+            ids = [[each.token_id for each in text] for text in texts]
+            surprise = -sum(each.logprob for text in texts for each in text) / (seeds * length)
+            sample = " ".join(tokenizer.decode(ids[0][:NUM_SHOWN]).split())
+            counts = [distinct(ids, 1), distinct(ids, 2), math.exp(surprise)]
+            rows.append([name, len(shares), entropy_of(shares), max(shares.values()), mass, *counts, sample])
+        before = " ".join(tokenizer.decode(known).split())
     by_name = {str(row[0]): row for row in rows}
     return Lab(
         name="sampling",
@@ -65,7 +97,10 @@ def sampling(model: str, small: bool) -> Lab:
         measured="The distribution of the token after a text that the model wrote, at the least certain of nine "
         "places, after each knob, as the engine reports it (post_sampling_probs): tokens that are left, their "
         "entropy, "
-        "the share of the likeliest, and the share that the left tokens had under the model alone.",
+        "the share of the likeliest, and the share that the left tokens had under the model alone. Then how the text "
+        f"goes on with {seeds} seeds, {length} tokens each: the share of the tokens and of the pairs of tokens that "
+        "are different (distinct-1, distinct-2), the perplexity under the model alone, and the beginning of the first. "
+        f"The text before is: {before!r}.",
         wrong="top-p keeps exactly p of the probability; temperature 0 divides by zero; the order of the knobs "
         "is all "
         "the same.",
@@ -76,8 +111,21 @@ def sampling(model: str, small: bool) -> Lab:
             "divided.",
             "Temperature comes before top-p here: at 2, top-p 0.8 leaves "
             f"{by_name['temperature 2, top_p 0.8'][1]:,} tokens, and at 1 it leaves {by_name['top_p 0.8'][1]:,}.",
+            "Variety has its price: from temperature 0.5 to 2 distinct-2 goes from "
+            f"{float(by_name['temperature 0.5'][6]):.2f} to {float(by_name['temperature 2'][6]):.2f}, the perplexity "
+            f"from {float(by_name['temperature 0.5'][7]):.1f} to {float(by_name['temperature 2'][7]):,.1f}.",
         ],
-        columns=["knobs", "tokens left", "entropy, bits", "likeliest", "share under the model"],
+        columns=[
+            "knobs",
+            "tokens left",
+            "entropy, bits",
+            "likeliest",
+            "share under the model",
+            "distinct-1",
+            "distinct-2",
+            "perplexity",
+            "text",
+        ],
         rows=rows,
         x="knobs",
         series=["entropy, bits"],

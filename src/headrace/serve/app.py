@@ -115,7 +115,7 @@ def create_app(
     _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models, lifespan.check_order)
-    inspection = Inspection(models)
+    inspection = Inspection(models, lifespan.check_order)
     live.add_routes(app, lambda: models.running, inspection.watched, shedding.shown)
     add_inspection_routes(app, inspection)
     plans = planning.Planning(models, inspection.machine)

@@ -1,5 +1,6 @@
 """The data of the inspector's views that are not live: `GET /inspect/requests`, `/cache`, `/numbers` and `/limits`, and
-`POST /inspect/recording`. Where keys are set they need an administrator's.
+`POST /inspect/recording`; and `POST /inspect/hold`, which lets the engine wait between two steps. Where keys are set
+they need an administrator's.
 
 Work that takes numpy or much processor time runs in separate processes (`quantize.samples`, `insight.replay_worker`).
 """
@@ -10,10 +11,10 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.engine.cache_tree import CacheTree, ReadCache
+from headrace.engine.holding import NOT_HELD, HoldSteps
 from headrace.insight import summaries
 from headrace.insight.explainer import name_of
 from headrace.insight.limits import Limits, Machine, limits_of
@@ -29,6 +31,7 @@ from headrace.insight.replay_worker import Replay, Replayed
 from headrace.insight.summaries import Cache, Requests
 from headrace.protocol.errors import ChildFailedError, RequestError
 from headrace.serve import routing
+from headrace.serve.call.parsing import Body, convert
 from headrace.serve.errors import CallError
 from headrace.serve.gates.limits import body_pieces
 from headrace.serve.loading import RunningModel, RunningModels
@@ -40,14 +43,30 @@ RECORDING = "headrace-recording-"
 MAX_RECORDING_BYTES = 64 * 2**20
 REPLAY_CPU_S, SAMPLE_CPU_S = 60.0, 20.0
 WATCH_S = 0.02
+MAX_HELD_STEPS = 10_000
 FLOATS = ("F32", "F16", "BF16")
 
 
-class Inspection:
-    """The state of the routes: the models, and the processes that do the long work."""
+class HoldRequest(Body):
+    """`num_steps` more steps are computed before the engine waits; without them it goes on."""
 
-    def __init__(self, models: RunningModels) -> None:
+    num_steps: int | None = None
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """The reply: whether the engine is held, and the steps that it will compute before it waits."""
+
+    is_held: bool
+    num_steps: int
+
+
+class Inspection:
+    """The state of the routes: the models, and the processes that do the long work. `check_order` raises an error in a
+    state of the server in which no engine may be held."""
+
+    def __init__(self, models: RunningModels, check_order: Callable[[], None] = lambda: None) -> None:
         self._models = models
+        self._check_order = check_order
         self._samples = BoundedProcess("headrace.quantize.samples", SAMPLE_CPU_S)
         self._replays = BoundedProcess("headrace.insight.replay_worker", REPLAY_CPU_S)
         self._machine = Machine()
@@ -128,6 +147,18 @@ class Inspection:
         # On a thread, for decoding the texts of 2,000 nodes would hold the event loop.
         return await asyncio.to_thread(summaries.cache_of, tree, misses, explainer.calls.text_of, time.monotonic())
 
+    async def hold(self, body: dict[str, Any]) -> Held:
+        """Let the engine wait between two steps, for ten seconds at a time; without `num_steps` it goes on."""
+        num_steps = convert(HoldRequest, body).num_steps
+        if num_steps is not None and not 0 <= num_steps <= MAX_HELD_STEPS:
+            raise RequestError("num_steps", num_steps, f"from 0 to {MAX_HELD_STEPS}, or left out")
+        self._check_order()
+        client = self.model.client
+        if not client.is_alive:
+            raise CallError(503, "no_engine", "no engine runs now that could be held", {"retry-after": "1"})
+        num_left = await client.orders.give(HoldSteps(num_steps), int)
+        return Held(is_held=num_left != NOT_HELD, num_steps=max(0, num_left))
+
     async def limits(self) -> Limits:
         """The speed of decoding against the limits of the machine's memory and arithmetic."""
         await self.measure()
@@ -187,4 +218,5 @@ def add_routes(app: Starlette, inspection: Inspection) -> None:
     routing.get(app, "/inspect/cache", inspection.cache, gives=Cache)
     routing.get(app, "/inspect/limits", inspection.limits, gives=Limits)
     routing.get(app, "/inspect/numbers", inspection.numbers, gives=Sample, query=("name", "group"))
+    routing.post(app, "/inspect/hold", inspection.hold, takes=HoldRequest, gives=Held)
     routing.post(app, "/inspect/recording", inspection.recording, read=store, gives=Replay)

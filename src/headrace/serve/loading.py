@@ -124,6 +124,13 @@ class RunningModel:
         served.digest = self._digest
         served.system = "" if parts.engine is None else model_settings.read(parts.engine.model).system
         self.metrics.num_helper_faults = lambda: served.num_helper_faults
+        self.metrics.num_unfilled = lambda block_size: self.explainer.lives.num_unfilled(block_size)
+
+    @property
+    def drafter(self) -> str:
+        """The method of speculation; "" if there is none."""
+        config = None if self._engine is None else self._engine.speculative_config
+        return "" if config is None else config.method or "a draft model"
 
     @property
     def path(self) -> Path | None:

@@ -17,6 +17,7 @@ from tests.support.remote import child, front, listening, run, served, until
 from headrace.core.journal import Arrival, Note, Step, decode_note
 from headrace.engine.cache_tree import CacheTree, ReadCache
 from headrace.engine.client import EngineClient
+from headrace.engine.holding import NOT_HELD, HoldSteps
 from headrace.fleet.remote import server as server_module
 from headrace.fleet.remote.server import EngineServer
 from headrace.fleet.remote.stamps import Stamps
@@ -309,6 +310,7 @@ def test_no_clock_of_the_engine_is_compared_with_ours(
         await read(client.submit(responses))
         await read(client.submit([request([1, 2, 3, 4, 5, 6, 7, 8, 1])]))
         tree = await client.orders.give(ReadCache(100), CacheTree)
+        assert await client.orders.give(HoldSteps(), int) == NOT_HELD
         assert len(observer.steps) > 20
         assert sum(len(step.arrivals) for step in observer.steps) == 9
         assert any(node.last_use for node in tree.nodes)

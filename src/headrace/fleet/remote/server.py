@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.engine.cache_tree import ReadCache
+from headrace.engine.holding import HoldSteps
 from headrace.engine.links import Link
 from headrace.engine.open_requests import negated, summed
 from headrace.engine.orders import ReadFingerprint
@@ -45,7 +46,9 @@ MAX_LOST_STARTS = 5
 REACHED = "reached"
 """The barrier when its reply has come, and the output of its step has not."""
 
-_order: msgspec.msgpack.Decoder[ReadCache | ReadFingerprint] = msgspec.msgpack.Decoder(ReadCache | ReadFingerprint)
+FrontOrder = ReadCache | ReadFingerprint | HoldSteps
+"""The orders that a front may give."""
+_order: msgspec.msgpack.Decoder[FrontOrder] = msgspec.msgpack.Decoder(FrontOrder)
 
 
 class EngineLink(Link, Protocol):
@@ -280,7 +283,7 @@ class EngineServer:
                 try:
                     _order.decode(body)
                 except (msgspec.DecodeError, UnicodeDecodeError):
-                    raise TransportError("an order other than to read the cache or the fingerprint") from None
+                    raise TransportError("an order other than to read the cache or to hold steps") from None
                 self._link.post(message)
             case frames.ShareKeys(secret) if not 0 < len(secret) <= blake2b.MAX_KEY_SIZE:
                 raise TransportError(f"a secret of {len(secret)} bytes")

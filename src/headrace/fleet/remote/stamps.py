@@ -16,7 +16,7 @@ from headrace.engine.cache_tree import CacheTree
 from headrace.protocol import frames
 from headrace.protocol.step import StepOutput
 
-_tree: msgspec.msgpack.Decoder[CacheTree | str] = msgspec.msgpack.Decoder(CacheTree | str)
+_tree: msgspec.msgpack.Decoder[CacheTree | str | int] = msgspec.msgpack.Decoder(CacheTree | str | int)
 
 
 class Stamps:
@@ -58,9 +58,9 @@ class Stamps:
         return msgspec.structs.replace(arrival, times=[*before, max(before[-1], read)])
 
     def stamp_reply(self, reply: frames.Reply, clock: float, now: float) -> frames.Reply:
-        """Return the view of a prefix cache with its times changed, and a fingerprint as it is."""
+        """Return the view of a prefix cache with its times changed, and a fingerprint or a number as it is."""
         tree = _tree.decode(reply.body)
-        if isinstance(tree, str):
+        if not isinstance(tree, CacheTree):
             return reply
         shift = round(1e6 * (now - clock))
         nodes = [

@@ -1,6 +1,7 @@
-// The page: its header and menu, and the view that the address names. / is the chat, /inspect#NAME a view.
+// The page: its header and menu, and the view that the address names. / is the chat, /#compare two settings, /inspect#NAME a view.
 
 import { Chat } from "./chat.js";
+import { Compare } from "./compare.js";
 import { apiKey, html, render, useAddress, useEffect, useState } from "./lib.js";
 import { live, useLive } from "./live.js";
 import { VIEWS } from "./views.js";
@@ -39,7 +40,7 @@ function Header({ current }) {
     if (isRefused) live.disconnect();
   }, [isRefused]);
   // The chat needs no more than a key that infers.
-  const asksForKey = isRefused && !(current === "chat" && error.status === 403);
+  const asksForKey = isRefused && !(OWN[current] && error.status === 403);
   const status = isRecorded ? "a recording" : isRefused ? "this key may not watch the engine" : error ? "no connection" : !state ? "connecting" : state.is_ready ? "ready" : "not ready";
   const link = (href, name, title) =>
     html`<a href=${href} aria-current=${current === name ? "page" : undefined}>${title}</a>`;
@@ -49,6 +50,7 @@ function Header({ current }) {
     ${overload?.refused && !error && html`<span class="overload" role="alert">overloaded: ${overload.why}; ${overload.refused} are refused</span>`}
     <nav aria-label="Views">
       ${link("/", "chat", "Chat")}
+      ${link("/#compare", "compare", "Compare")}
       ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}
     </nav>
     <${Theme} />
@@ -56,17 +58,18 @@ function Header({ current }) {
   </header>`;
 }
 
-const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
+// The views of /, which need no more than a key that infers.
+const OWN = { chat: ["Chat", Chat], compare: ["Compare", Compare] };
+const address = () => (location.pathname === "/" ? (location.hash === "#compare" ? "compare" : "chat") : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
 
 function Page() {
   const name = useAddress(address);
-  const [, title, View] = VIEWS.find((each) => each[0] === name) ?? VIEWS[0];
-  const isChat = name === "chat";
+  const [title, View] = OWN[name] ?? (VIEWS.find((each) => each[0] === name) ?? VIEWS[0]).slice(1);
   useEffect(() => {
-    document.title = `${isChat ? "Chat" : title} · headrace`;
+    document.title = `${title} · headrace`;
   }, [name]);
-  return html`<${Header} current=${isChat ? "chat" : name} /><main class=${isChat ? "chat" : `view ${name}`}>
-    <${isChat ? Chat : View} key=${name} />
+  return html`<${Header} current=${name} /><main class=${OWN[name] ? name : `view ${name}`}>
+    <${View} key=${name} />
   </main>`;
 }
 

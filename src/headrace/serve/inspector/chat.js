@@ -1,111 +1,16 @@
 // The chat at /: conversations, the answers of the selected one, and the engine at work beside it.
 
-import { isRunning, newAnswer, rateOf, ratesOf, receive } from "./answers.js";
-import { conversations, exportJson, forget, keep, newConversation, titleOf } from "./conversations.js";
-import { Engine, Sparkline } from "./engine.js";
-import { count, html, json, seconds, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./lib.js";
-import { markdown } from "./markdown.js";
-import { Settings, knobsOf } from "./settings.js";
-import { Bar, Tokens, ends, textOf } from "./tokens.js";
+import { differsAt, isRunning, newAnswer, receive, requestOf } from "./answers.js";
+import { Composer } from "./compose.js";
+import { conversations, exportJson, forget, has, keep, newConversation, titleOf } from "./conversations.js";
+import { Engine } from "./engine.js";
+import { count, html, useEffect, useLayoutEffect, useRedraw, useRef, useState } from "./lib.js";
+import { Answer, Question, Result } from "./messages.js";
+import { ModelPicker, Settings, knobsOf, systemOf, toolsOf, useServer } from "./settings.js";
+import { ends, textOf } from "./tokens.js";
+import { Welcome } from "./welcome.js";
 
 const NEAR_PX = 80;
-
-/** Return a function that draws the component again, at most once for each frame of the screen. */
-function useRedraw() {
-  const [, redraw] = useReducer((number) => number + 1, 0);
-  const frame = useRef(0);
-  return () => {
-    frame.current ||= requestAnimationFrame(() => {
-      frame.current = 0;
-      redraw();
-    });
-  };
-}
-
-/** The served models, and the server's defaults of the knobs; none of a folder of which no model, or no one model, is loaded. */
-function useServer() {
-  const [server, setServer] = useState({ models: [], defaults: {}, error: null });
-  useEffect(() => {
-    Promise.all([json("/v1/models"), json("/props").catch((error) => (error.status === 400 ? { default_generation_settings: { params: {} } } : Promise.reject(error)))]).then(
-      ([{ data }, props]) => {
-        const { temperature, top_p, top_k, min_p, repeat_penalty } = props.default_generation_settings.params;
-        setServer({ models: data, defaults: { temperature, top_p, top_k, min_p, repetition_penalty: repeat_penalty }, error: null });
-      },
-      (error) => setServer({ models: [], defaults: {}, error }),
-    );
-  }, []);
-  return server;
-}
-
-function Why({ explain }) {
-  const cache = explain.prefix_cache[0];
-  return html`<details class="why"><summary>Why so slow?</summary>
-    ${explain.sentences.length > 0 && html`<ul>${explain.sentences.map((sentence) => html`<li>${sentence}</li>`)}</ul>`}
-    <table><caption>Where ${seconds(explain.latency)} went${explain.parts.some(({ estimated }) => estimated) && ` (≈ is an estimate by ${explain.split})`}</caption>
-      <tbody>${explain.parts.map(({ name, seconds: time, estimated }) => html`<tr>
-        <th scope="row">${name.replaceAll("_", " ")}</th><td class="number">${estimated && "≈ "}${seconds(time)}</td>
-        <td><${Bar} share=${time / explain.latency} /></td></tr>`)}</tbody></table>
-    ${cache && html`<p>Prefix cache: ${count(cache.num_cached_tokens)} tokens; ${cache.sentence}.</p>`}
-  </details>`;
-}
-
-/** Prompt progress, speed, time to the first token, and how full the context is. */
-function Stats({ answer, limit }) {
-  const { progress, times, usage, ids, promptIds } = answer;
-  const running = isRunning(answer);
-  if (running && progress && !times.first) {
-    return html`<p class="stats"><progress max=${progress.total} value=${progress.processed} aria-label="Prompt" />
-      reading ${count(progress.processed)} of ${count(progress.total)}</p>`;
-  }
-  const used = usage ? usage.prompt_tokens + usage.completion_tokens : promptIds.length + ids.length;
-  const cached = usage?.prompt_tokens_details?.cached_tokens;
-  return html`<p class="stats">
-    ${times?.first && html`<span>${rateOf(answer).toFixed(1)} tok/s</span>
-      <${Sparkline} rates=${ratesOf(answer)} label=${`tokens a second, ${Math.round(Math.max(0, ...ratesOf(answer)))} at most`} />
-      <span>first token after ${seconds((times.first - times.sent) / 1000)}</span>`}
-    ${used > 0 && html`<span>context ${count(used)}${limit && ` of ${count(limit)}`}${cached > 0 && `, ${count(cached)} cached`}</span>`}
-    ${answer.seed !== null && html`<span>seed ${answer.seed}</span>`}
-    ${answer.finish === "length" && html`<span>cut at max tokens</span>`}${answer.finish === "stopped" && html`<span>stopped</span>`}
-    ${answer.note && html`<span>${answer.note}</span>`}
-  </p>`;
-}
-
-function Answer({ answer, model, limit, actions }) {
-  const [showsTokens, setShowsTokens] = useState(false);
-  const running = isRunning(answer);
-  const text = useMemo(() => markdown(answer.content), [answer.content]);
-  return html`<article class="answer" aria-label="Answer" aria-busy=${running}>
-    ${answer.reasoning && html`<details class="reasoning" open=${running && !answer.content}><summary>Reasoning</summary>${markdown(answer.reasoning)}</details>`}
-    <div class="text">${text}</div>
-    ${answer.error && html`<p role="alert">${answer.error}</p>`}
-    <${Stats} answer=${answer} limit=${limit} />
-    ${!running && html`<div class="actions">
-      ${actions && html`<button type="button" onClick=${() => actions.again(answer.seed)} disabled=${answer.seed === null}>Same seed again</button>
-        <button type="button" onClick=${() => actions.again(null)}>Another answer</button>`}
-      ${answer.ids.length > 0 && html`<button type="button" aria-expanded=${showsTokens} onClick=${() => setShowsTokens(!showsTokens)}>Tokens</button>`}
-      ${navigator.clipboard && html`<button type="button" onClick=${() => navigator.clipboard.writeText(answer.content)}>Copy</button>`}
-    </div>`}
-    ${showsTokens && !running && html`<${Tokens} model=${model} answer=${answer} onTake=${actions?.take} />`}
-    ${answer.explain && html`<${Why} explain=${answer.explain} />`}
-  </article>`;
-}
-
-function Question({ message, onResend }) {
-  const [isEdited, setEdited] = useState(false);
-  if (!isEdited) {
-    return html`<article class="question" aria-label="You"><p>${message.content}</p>
-      <div class="actions"><button type="button" onClick=${() => setEdited(true)}>Edit</button></div></article>`;
-  }
-  const submit = (event) => {
-    event.preventDefault();
-    setEdited(false);
-    onResend(event.target.elements.text.value);
-  };
-  return html`<form class="question" onSubmit=${submit}>
-    <label>Your message <textarea name="text" rows="3" required autofocus>${message.content}</textarea></label>
-    <div class="actions"><button>Send again</button><button type="button" onClick=${() => setEdited(false)}>Cancel</button></div>
-  </form>`;
-}
 
 function List({ all, current, onSelect, onNew, onChange, onDelete }) {
   const rename = () => {
@@ -113,10 +18,15 @@ function List({ all, current, onSelect, onNew, onChange, onDelete }) {
     if (title !== null) onChange(Object.assign(current, { title: title.trim() }));
   };
   const remove = () => confirm(`Delete “${titleOf(current)}”?`) && onDelete(current);
+  const [words, seek] = useState("");
+  const found = words.trim() ? all.filter((each) => has(each, words)) : all;
   return html`<nav class="conversations" aria-label="Conversations">
     <details open=${matchMedia("(min-width: 60rem)").matches}><summary>Conversations</summary>
       <button type="button" onClick=${onNew}>New</button>
-      <ul>${all.map((each) => html`<li key=${each.id}><button type="button" aria-current=${each === current ? "true" : undefined}
+      ${all.length > 1 && html`<label><span class="hidden">Search in conversations</span>
+        <input type="search" placeholder="Search" value=${words} onInput=${(event) => seek(event.target.value)} /></label>`}
+      ${words.trim() && html`<p class="muted" role="status">${count(found.length)} of ${count(all.length)}</p>`}
+      <ul>${found.map((each) => html`<li key=${each.id}><button type="button" aria-current=${each === current ? "true" : undefined}
         onClick=${() => onSelect(each)}>${titleOf(each)}</button></li>`)}</ul>
       <div class="actions">
         <button type="button" onClick=${rename}>Rename</button>
@@ -126,29 +36,9 @@ function List({ all, current, onSelect, onNew, onChange, onDelete }) {
     </details></nav>`;
 }
 
-function Composer({ isReady, isBusy, onSend, onStop }) {
-  const field = useRef(null);
-  const submit = (event) => {
-    event?.preventDefault();
-    const text = field.current.value.trim();
-    if (!text || isBusy || !isReady) return;
-    field.current.value = "";
-    onSend(text);
-  };
-  const press = (event) => {
-    if (event.key === "Escape" && isBusy) onStop();
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
-  };
-  return html`<form class="composer" onSubmit=${submit}>
-    <label><span class="hidden">Message</span>
-      <textarea ref=${field} rows="2" placeholder="Message; Enter sends, Shift+Enter begins a line" onKeyDown=${press} autofocus /></label>
-    <button disabled=${isBusy || !isReady}>Send</button>
-    ${isBusy && html`<button type="button" onClick=${onStop} aria-keyshortcuts="Escape">Stop</button>`}
-  </form>`;
-}
-
-/** Keep the end of the page in sight while an answer comes, unless the reader has scrolled away from it. */
-function useFollow() {
+/** Keep the end of the page in sight while an answer comes, unless the reader has scrolled away from it. Returns a reference:
+ * true lets it be seen again. */
+function useFollow(hasMessages) {
   const isAtEnd = useRef(true);
   const page = document.documentElement;
   useEffect(() => {
@@ -157,8 +47,15 @@ function useFollow() {
     return () => removeEventListener("scroll", note);
   }, []);
   useLayoutEffect(() => {
-    if (isAtEnd.current) page.scrollTop = page.scrollHeight;
+    if (isAtEnd.current && hasMessages) page.scrollTop = page.scrollHeight;
   });
+  return isAtEnd;
+}
+
+/** Mark the question that an answer was refused for, so that the conversation can go on without it. */
+function markLeftOut(messages) {
+  const question = messages.findLast(({ role }) => role === "user");
+  if (question) question.isLeftOut = true;
 }
 
 export function Chat() {
@@ -169,7 +66,8 @@ export function Chat() {
   const [status, setStatus] = useState("");
   // What stops the answer of each conversation that has one coming.
   const running = useRef(new Map());
-  useFollow();
+  const [edited, setEdited] = useState(-1);
+  const isAtEnd = useFollow(current.messages.length > 0);
 
   const model = models.some(({ id }) => id === current.model) ? current.model : models[0]?.id;
   const limit = models.find(({ id }) => id === model)?.max_model_len;
@@ -194,21 +92,35 @@ export function Chat() {
     setStatus("The answer is coming.");
     await receive(path, { model, ...body }, answer, controller.signal, redraw);
     running.current.delete(conversation.id);
+    if (answer.isLeftOut) markLeftOut(conversation.messages);
     setStatus(answer.error ? "The answer failed." : `The answer is there: ${count(answer.ids.length)} tokens.`);
     changed(conversation);
   };
 
   const reply = (more = {}) => {
+    isAtEnd.current = true;
     const knobs = { ...knobsOf(current), ...more };
-    const system = current.system.trim() ? [{ role: "system", content: current.system }] : [];
-    const body = { messages: [...system, ...current.messages.map(({ role, content }) => ({ role, content }))], ...defaults, ...knobs };
     const answer = Object.assign(newAnswer(), { knobs: { ...defaults, ...knobs } });
-    return [answer, run("/v1/chat/completions", body, answer)];
+    try {
+      const body = { messages: [...systemOf(current), ...requestOf(messages)], ...toolsOf(current), ...defaults, ...knobs };
+      return [answer, run("/v1/chat/completions", body, answer)];
+    } catch (failure) {
+      messages.push(Object.assign(answer, { finish: "error", error: failure.message }));
+      return [answer, changed(current)];
+    }
   };
 
-  const send = (text, index = messages.length) => {
-    messages.splice(index, Infinity, { role: "user", content: text });
+  const send = (content, attachments = [], index = messages.length) => {
+    messages.splice(index, Infinity, { role: "user", content, ...(attachments.length ? { attachments } : {}) });
     reply();
+  };
+
+  /** Give the result of a tool; when all calls of the answer have theirs, the model goes on. */
+  const give = (call, content) => {
+    messages.push({ role: "tool", content, callId: call.id });
+    const { calls } = messages.findLast(({ role }) => role === "assistant");
+    if (calls.every(({ id }) => given.has(id) || id === call.id)) reply();
+    else changed(current);
   };
 
   const again = async (seed) => {
@@ -216,9 +128,8 @@ export function Chat() {
     const [answer, done] = reply(seed === null ? {} : { seed });
     await done;
     if (seed === null || answer.error) return;
-    const place = answer.ids.findIndex((id, i) => id !== before.ids[i]);
-    const isSame = place < 0 && answer.ids.length === before.ids.length;
-    answer.note = isSame ? `the same ${count(answer.ids.length)} tokens as before` : `differs from token ${count((place < 0 ? answer.ids.length : place) + 1)} on`;
+    const place = differsAt(answer, before);
+    answer.note = place < 0 ? `the same ${count(answer.ids.length)} tokens as before` : `differs from token ${count(place + 1)} on`;
     changed(current);
   };
 
@@ -243,29 +154,59 @@ export function Chat() {
       redraw();
     });
 
+  const select = (conversation) => {
+    setEdited(-1);
+    isAtEnd.current = true;
+    setCurrent(conversation);
+  };
   const remove = (conversation) => {
     running.current.get(conversation.id)?.abort();
     forget(conversation);
     const rest = all.filter((each) => each !== conversation);
     setAll(rest);
-    setCurrent(rest[0] ?? newConversation(conversation));
+    select(rest[0] ?? newConversation(conversation));
   };
 
   const isBusy = running.current.has(current.id);
+  const stop = () => running.current.get(current.id)?.abort();
+  useEffect(() => {
+    const press = (event) => event.key === "Escape" && running.current.get(current.id)?.abort();
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, [current.id]);
+  const answered = messages.findLast(({ role }) => role === "assistant");
+  const calls = new Map(messages.flatMap((each) => each.calls ?? []).map(({ id, name }) => [id, name]));
+  const given = new Set(messages.filter(({ role }) => role === "tool").map(({ callId }) => callId));
+  const editLast = () => {
+    const index = messages.findLastIndex(({ role }) => role === "user");
+    setEdited(index);
+    return index >= 0;
+  };
+  const actionsOf = (message) => {
+    if (isBusy || message !== answered) return null;
+    return { ...(message === last ? { again, take: takeOrFail } : {}), ...(message.calls.length ? { result: give } : {}) };
+  };
+  const shown = (message, i) => {
+    if (message.role === "tool") return html`<${Result} key=${`${current.id} ${i}`} message=${message} name=${calls.get(message.callId) ?? "a tool"} />`;
+    if (message.role === "user") {
+      return html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} limit=${limit} isEdited=${edited === i}
+        onEdit=${(isOpen) => setEdited(isOpen ? i : -1)} onResend=${(text) => send(text, message.attachments, i)} />`;
+    }
+    return html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}
+      actions=${actionsOf(message)} given=${given} />`;
+  };
   return html`
     <h1 class="hidden">Chat</h1>
-    <${List} all=${all} current=${current} onSelect=${setCurrent} onNew=${() => setCurrent(newConversation(current))}
+    <${List} all=${all} current=${current} onSelect=${select} onNew=${() => select(newConversation(current))}
       onChange=${changed} onDelete=${remove} />
     <section class="thread" aria-label="Conversation">
       ${error && html`<p role="alert">${error.message}</p>`}
       ${stored.numDamaged > 0 && html`<p role="note">Conversations that are damaged in this browser's store, and left out: ${count(stored.numDamaged)}.</p>`}
-      ${messages.map((message, i) => message.role === "user"
-        ? html`<${Question} key=${`${current.id} ${i} ${message.content}`} message=${message} onResend=${(text) => send(text, i)} />`
-        : html`<${Answer} key=${`${current.id} ${i} ${message.seed} ${message.note}`} answer=${message} model=${model} limit=${limit}
-            actions=${message === last && !isBusy ? { again, take: takeOrFail } : null} />`)}
+      ${messages.length ? messages.map(shown) : html`<${Welcome} model=${model} limit=${limit} isBusy=${isBusy} onSend=${send} />`}
       <div class="foot">
-        <${Composer} isReady=${model !== undefined} isBusy=${isBusy} onSend=${send} onStop=${() => running.current.get(current.id)?.abort()} />
-        <${Settings} conversation=${current} models=${models} defaults=${defaults} onChange=${changed} />
+        <${Composer} key=${current.id} isReady=${model !== undefined} isBusy=${isBusy} onSend=${send} onStop=${stop} onEditLast=${editLast} />
+        <div class="below"><${ModelPicker} models=${models} model=${model} isAwaited=${isBusy && !last?.times?.first} onChoose=${(id) => changed(Object.assign(current, { model: id }))} />
+          <${Settings} conversation=${current} defaults=${defaults} onChange=${changed} /></div>
         <p class="hidden" role="status">${status}</p>
       </div>
     </section>

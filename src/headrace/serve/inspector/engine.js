@@ -46,7 +46,7 @@ function Step({ step, mine }) {
 
 /** The box. It is left out where the key may not read the engine's state. */
 export function Engine({ answer }) {
-  const { state, error, steps, holders } = useLive();
+  const { state, error, steps, holders, tables } = useLive();
   const isClosed = [401, 403, 404].includes(error?.status);
   const mine = sequenceOf(answer);
   if (isClosed || !state) return null;
@@ -57,7 +57,7 @@ export function Engine({ answer }) {
     <p>KV cache: ${count(holders.size)} of ${count(state.num_blocks)} blocks held${numMine > 0 && `, ${count(numMine)} by you`}; ${count(state.num_blocks_cached)} cached</p>
     <${Blocks} numHeld=${holders.size} numCached=${state.num_blocks_cached} num=${state.num_blocks} />
     ${steps.length > 0 && html`<${Step} step=${steps.at(-1)} mine=${mine} />`}
-    <p>${count(state.num_running)} running, ${count(state.num_waiting)} waiting</p>
+    <p>${count(holders.size ? [...tables.keys()].filter((seqId) => seqId).length : state.num_running)} running, ${count(state.num_waiting)} waiting</p>
     <p><a href="/inspect">All of the engine</a></p>
   </aside>`;
 }

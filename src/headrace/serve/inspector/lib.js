@@ -6,6 +6,8 @@ export {
   h, render, useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
 } from "./vendor/preact-htm.js";
 
+import { useReducer, useRef } from "./vendor/preact-htm.js";
+
 const KEY = "headrace.key";
 
 /** Return a child that is no object but Preact's own, whose constructor is undefined, as in no JSON. Preact takes others for its own
@@ -38,11 +40,11 @@ export const apiKey = {
   set: (text) => (text ? sessionStorage.setItem(KEY, text) : sessionStorage.removeItem(KEY)),
 };
 
-/** An error reply of the server, in its own words. `status` is HTTP's. */
+/** An error reply of the server, in its own words. `status` is HTTP's, `code` OpenAI's, if there is one. */
 export class ServerError extends Error {
-  constructor(status, message) {
+  constructor(status, message, code = null) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code });
   }
 }
 
@@ -54,14 +56,14 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   const reply = await fetch(path, { method, headers, body: isJson ? JSON.stringify(body) : body, signal });
   if (reply.ok) return reply;
   const text = await reply.text();
-  let message = text;
+  let [message, code] = [text, null];
   try {
     const { error } = JSON.parse(text);
-    message = error?.message ?? error ?? text;
+    [message, code] = [error?.message ?? error ?? text, error?.code ?? null];
   } catch {
     // A proxy's error is plain text.
   }
-  throw new ServerError(reply.status, message);
+  throw new ServerError(reply.status, message, code);
 }
 
 export const json = async (path, options) => (await call(path, options)).json();
@@ -94,4 +96,16 @@ export function bytes(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = number < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(number) / 10));
   return `${(number / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+/** Return a function that draws the component again, at most once for each frame of the screen. */
+export function useRedraw() {
+  const [, redraw] = useReducer((number) => number + 1, 0);
+  const frame = useRef(0);
+  return () => {
+    frame.current ||= requestAnimationFrame(() => {
+      frame.current = 0;
+      redraw();
+    });
+  };
 }

@@ -42,6 +42,9 @@ class Inspected(Protocol):
     client: EngineClient
     explainer: Explainer
 
+    @property
+    def drafter(self) -> str: ...
+
 
 class Source:
     """The source of the events that all viewers read. The state is encoded once for all of them. `running` returns the
@@ -51,6 +54,7 @@ class Source:
         self, model: Inspected, running: Callable[[], Iterable[Inspected]], overload: Callable[[], dict[str, Any]]
     ) -> None:
         self.client = client = model.client
+        self._drafter = model.drafter
         self._explainer = explainer = model.explainer
         self._running, self._overload = running, overload
         self.feed = Feed(client.watch)
@@ -68,7 +72,8 @@ class Source:
         """Return the state as JSON, at most half of `STATE_S` old."""
         now = time.monotonic()
         if now - self._time > STATE_S / 2:
-            state = state_of(self.client, self._explainer.lives, self._explainer.calls.machine, now)
+            machine = self._explainer.calls.machine
+            state = state_of(self.client, self._explainer.lives, machine, now, self._drafter)
             self._state, self._time = msgspec.json.encode(LiveEvent(state=state, overload=self._overload())), now
         return self._state
 

@@ -19,10 +19,10 @@ from headrace.serve import routing
 from headrace.serve.errors import OPENAI
 
 FOLDER = Path(__file__).parent
-MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2"}
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     # A browser compares the tag each time, so that a new server never runs with an old page.

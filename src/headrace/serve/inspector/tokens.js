@@ -13,7 +13,7 @@ const percent = (share) => (share === undefined ? "–" : `${(100 * share).toFix
 const shown = (text) => (text === "" ? "∅" : text.replaceAll("\n", "⏎").replace(/^ | $/g, "␣"));
 
 /** Return the text and the log-probability of each token of the answer, under the model alone. */
-async function likelihoods(model, { promptIds, ids }) {
+export async function likelihoods(model, { promptIds, ids }) {
   const body = { model, prompt: [...promptIds, ...ids], max_tokens: 1, temperature: 0, echo: true, logprobs: 0 };
   const { tokens, token_logprobs: logprobs } = (await json("/v1/completions", { method: "POST", body })).choices[0].logprobs;
   return ids.map((id, i) => ({ id, text: tokens[promptIds.length + i], logprob: logprobs[promptIds.length + i] }));

@@ -1,28 +1,23 @@
-// The KV blocks as a bitmap, and one request's block table as it fills.
+// The KV blocks by sequence or by place, and one request's block table as it fills.
 
-import { Choice, Facts, Figure, fill, fillEmpty, frame, hatch, Legend, NUM_OWNERS } from "../canvas.js";
+import { Choice, Facts, Figure, fill, fillEmpty, frame, hatch, Legend, NUM_OWNERS, percent } from "../canvas.js";
 import { bytes, count, html, useState } from "../lib.js";
 import { live, nameOf, useLive } from "../live.js";
+import { Hold } from "./hold.js";
+import { fillOf, Rows, sequences, wasteOf } from "./rows.js";
 
 const TALL = 480;
 const SLOT_ROWS = 40;
 const TEXT_MS = 500;
 const LEVELS = 16;
-// The look of a block as an int: two owners, whether it is cached, how far it is filled, and whether it is dimmed.
-const [SECOND, CACHED, FILL, DIM] = [4, 1 << 8, 9, 1 << 14];
+// Above so many, a cell of the map stands for several blocks.
+const MAX_CELLS = 2400;
+// The look of a cell as an int: two owners, whether it is cached, how far it is filled, whether it is dimmed, and of a cell of
+// several blocks the share that is only cached.
+const [SECOND, CACHED, FILL, DIM, SHARE] = [4, 1 << 8, 9, 1 << 14, 15];
 
 /** 1 ... NUM_OWNERS for a request, one more for the step in flight. */
 const ownerOf = (seqId) => (seqId ? 1 + (seqId % NUM_OWNERS) : NUM_OWNERS + 1);
-const sequences = () => [...live.tables.keys()].filter((seqId) => seqId);
-
-/** How many slots of each block of a table are computed. Blocks are cached when they are full. */
-export function fillOf(seqId, blockSize) {
-  const position = live.positions.get(seqId) ?? Infinity;
-  return [...live.tables.get(seqId)?.keys() ?? []].map((block, index) => [
-    block, live.cached.has(block) ? blockSize : Math.max(0, Math.min(blockSize, position - index * blockSize)),
-  ]);
-}
-
 /** The looks of all blocks. */
 function looksOf(numBlocks, blockSize, chosen) {
   const looks = new Int32Array(numBlocks);
@@ -45,11 +40,36 @@ function looksOf(numBlocks, blockSize, chosen) {
   return looks;
 }
 
+/** The looks of cells of `per` blocks each. */
+function cellsOf(looks, { first, num }, per) {
+  if (per === 1) return looks.subarray(first, first + num);
+  const cells = new Int32Array(Math.ceil(num / per));
+  const nums = new Int32Array(NUM_OWNERS + 2);
+  for (let cell = 0; cell < cells.length; cell += 1) {
+    nums.fill(0);
+    let [numHeld, numCached, isBright] = [0, 0, false];
+    const end = Math.min(first + num, first + (cell + 1) * per);
+    for (let block = first + cell * per; block < end; block += 1) {
+      const owner = looks[block] & 15;
+      if (owner) [nums[owner], numHeld] = [nums[owner] + 1, numHeld + 1];
+      else if (looks[block] & CACHED) numCached += 1;
+      if (!(looks[block] & DIM)) isBright = true;
+    }
+    const order = [...nums.keys()].sort((a, b) => nums[b] - nums[a]);
+    const [owner, second] = [nums[order[0]] ? order[0] : 0, nums[order[1]] ? order[1] : 0];
+    const level = (share) => (share ? Math.max(1, Math.round((LEVELS * share) / per)) : 0);
+    cells[cell] = owner | (second << SECOND) | (level(numHeld) << FILL) | (isBright ? 0 : DIM) | (level(numCached) << SHARE);
+  }
+  return cells;
+}
+
 const sizeOf = (width, numBlocks) => Math.max(4, Math.min(24, Math.floor(Math.sqrt((width * TALL) / Math.max(1, numBlocks)))));
 
-function Bitmap({ state, chosen, choose }) {
+/** The blocks by place. `view` {first, num} are those that are shown, `zoom(view)` shows others. */
+function Bitmap({ state, chosen, choose, summary, view, zoom }) {
   const [at, setAt] = useState(-1);
-  const numBlocks = state.num_blocks;
+  const per = Math.ceil(view.num / MAX_CELLS);
+  const numBlocks = Math.ceil(view.num / per);
   const grid = (width) => {
     const cell = sizeOf(width, numBlocks);
     return { cell, columns: Math.max(1, Math.floor(width / cell)) };
@@ -57,7 +77,7 @@ function Bitmap({ state, chosen, choose }) {
   const tall = (width) => Math.ceil(numBlocks / grid(width).columns) * grid(width).cell + 1;
   const draw = ({ context, width, colours, store }, isWhole) => {
     const { cell, columns } = grid(width);
-    const looks = looksOf(numBlocks, state.block_size, chosen);
+    const looks = cellsOf(looksOf(state.num_blocks, state.block_size, chosen), view, per);
     if (isWhole) {
       context.clearRect(0, 0, width, tall(width));
       Object.assign(store, {
@@ -76,6 +96,16 @@ function Bitmap({ state, chosen, choose }) {
       const opaque = look & DIM ? 0.3 : 1;
       if (!first) fillEmpty(context, colours, x, y, inner, inner);
       context.globalAlpha = opaque;
+      if (per > 1) {
+        // From below: held, in the colours of the two that have the most; only cached; free.
+        const [held, cached] = [(inner * level) / LEVELS, (inner * (look >> SHARE)) / LEVELS];
+        fill(context, store.owners[first] || colours.line, x, y + inner - held, inner, first ? held : 0);
+        if (second) fill(context, store.owners[second], x + inner / 2, y + inner - held, inner / 2, held);
+        fill(context, store.alone, x, y + inner - held - cached, inner, cached);
+        context.globalAlpha = 1;
+        if (block === at) frame(context, colours.text, x + 1, y + 1, inner - 2, inner - 2);
+        continue;
+      }
       if (first) {
         const height = (inner * level) / LEVELS;
         context.globalAlpha = 0.3 * opaque;
@@ -99,13 +129,23 @@ function Bitmap({ state, chosen, choose }) {
     }
     [store.looks, store.at] = [looks, at];
   };
-  const ownerAt = (block) => [...(live.holders.get(block) ?? [])].find((seqId) => seqId) ?? 0;
+  const ownerAt = (cell) => [...(live.holders.get(view.first + cell) ?? [])].find((seqId) => seqId) ?? 0;
+  /** Show the blocks around a cell of several, or follow the request of a block. */
+  const enter = (cell) => {
+    if (per === 1) return choose(ownerAt(cell));
+    const middle = view.first + Math.floor((cell + 0.5) * per);
+    setAt(-1);
+    return zoom({ first: Math.max(0, Math.min(state.num_blocks - MAX_CELLS, middle - MAX_CELLS / 2)), num: MAX_CELLS });
+  };
   const move = (key, { width }) => {
     const { columns } = grid(width);
     const to = { ArrowLeft: at - 1, ArrowRight: at + 1, ArrowUp: at - columns, ArrowDown: at + columns, Home: 0, End: numBlocks - 1 }[key];
     if (to !== undefined) setAt(at < 0 ? 0 : Math.max(0, Math.min(numBlocks - 1, to)));
-    else if (key === "Enter") choose(ownerAt(at));
-    else if (key === "Escape") choose(0);
+    else if (key === "Enter") enter(Math.max(0, at));
+    else if (key === "Escape") {
+      if (view.num < state.num_blocks && !chosen) zoom(null);
+      choose(0);
+    }
     else return false;
     return true;
   };
@@ -114,26 +154,26 @@ function Bitmap({ state, chosen, choose }) {
     const block = Math.floor(y / cell) * columns + Math.min(columns - 1, Math.floor(x / cell));
     if (block >= numBlocks) return;
     setAt(block);
-    if (isClick) choose(ownerAt(block));
+    if (isClick) enter(block);
   };
-  const users = live.holders.get(at);
-  const selection = at < 0 ? "" : `Block ${count(at)}: ${users ? `held by ${[...users].slice(0, 3).map(nameOf).join(", ")}${
-    users.size > 3 ? ` and ${users.size - 3} more` : ""}` : live.cached.has(at) ? "held by nobody" : "free"}${
-    live.cached.has(at) ? ", cached" : ""}`;
-  const { held, cached, free, shared } = countsOf(state);
-  const summary = `${count(held)} of ${count(numBlocks)} blocks are held by ${count(sequences().length)} requests, ${
-    count(shared)} of them shared; ${count(cached)} are only cached, ${count(free)} free.`;
+  const block = view.first + at * per;
+  const users = live.holders.get(block);
+  const selection = at < 0 ? "" : per > 1 ? `Blocks ${count(block)} to ${count(Math.min(state.num_blocks, block + per) - 1)}: Enter shows each of them` : `Block ${count(block)}: ${users ? `held by ${[...users].slice(0, 3).map(nameOf).join(", ")}${
+    users.size > 3 ? ` and ${users.size - 3} more` : ""}` : live.cached.has(block) ? "held by nobody" : "free"}${
+    live.cached.has(block) ? ", cached" : ""}`;
+  const range = per > 1 ? ` A cell is ${count(per)} blocks, filled from below by the share that is held.` : view.num < state.num_blocks
+    ? ` Shown are the blocks ${count(view.first)} to ${count(view.first + view.num - 1)}.` : "";
   const rows = () => sequences().map((seqId) => {
     const table = [...live.tables.get(seqId).keys()];
     return [nameOf(seqId), table.length, live.positions.get(seqId) ?? 0, table.filter((each) => live.holders.get(each).size > 1).length,
       table.filter((each) => live.cached.has(each)).length];
   });
   return html`<div class="bitmap">
-    <${Figure} label="KV blocks" height=${tall} draw=${draw} version=${`${numBlocks} ${chosen}`} summary=${summary}
+    <${Figure} label="KV blocks" height=${tall} draw=${draw} version=${`${view.first} ${view.num} ${chosen}`} summary=${`${summary}${range}`}
       columns=${["request", ["blocks"], ["tokens computed"], ["blocks shared"], ["blocks cached"]]} rows=${rows}
       onKey=${move} onPoint=${point} selection=${selection} />
-    <${Legend} of=${[["owner", "colour: its request"], ["split", "two colours: shared"], ["cached", "hatched: cached"],
-      ["unfilled", "pale: not filled yet"], ["free", "empty: free"]]} />
+    <${Legend} of=${per > 1 ? [["owner", "colour: the requests with the most of its blocks"], ["cached", "hatched: only cached"], ["free", "empty: free"]]
+      : [["owner", "colour: its request"], ["split", "two colours: shared"], ["cached", "hatched: cached"], ["unfilled", "pale: not filled yet"], ["free", "empty: free"]]} />
   </div>`;
 }
 
@@ -202,17 +242,31 @@ function BlockTable({ state, seqId }) {
 export function Blocks() {
   const { state } = useLive(TEXT_MS);
   const [chosen, choose] = useState(0);
+  const [order, setOrder] = useState(null);
+  const [view, zoom] = useState(null);
   if (!state) return html`<h1>KV blocks</h1><p>Connecting …</p>`;
-  const { held, cached, free, isKnown } = countsOf(state);
+  const { held, cached, free, shared, isKnown } = countsOf(state);
   const running = sequences();
+  const shown = order ?? (state.num_blocks > MAX_CELLS ? "sequence" : "place");
+  const summary = `${count(held)} of ${count(state.num_blocks)} blocks are held by ${count(running.length)} requests, ${
+    count(shared)} of them shared; ${count(cached)} are only cached, ${count(free)} free.`;
   const choice = chosen && !running.includes(chosen) ? [...running, chosen] : running;
   return html`<h1>KV blocks</h1>
     <p>A block holds the keys and values of ${state.block_size} tokens. A request's blocks need not lie together: its block
       table says where they are.</p>
-    <${Facts} of=${{ blocks: state.num_blocks, held, cached, free, running: state.num_running, waiting: state.num_waiting }} />
+    <${Facts} of=${{
+      // Of one moment: the server's counts are up to a second older than the blocks.
+      blocks: state.num_blocks, held, cached, free, running: isKnown ? running.length : state.num_running, waiting: state.num_waiting,
+      waste: isKnown ? percent(wasteOf(state.block_size)) : "not known yet",
+    }} />
+    <p class="hint">Waste: the share of the slots in held blocks that have no token. On average half of a sequence's last block is empty.</p>
+    <${Hold} />
     ${!isKnown && held + cached > 0 && html`<p>Which blocks these are is known from the next step on.</p>`}
-    <p><${Choice} label="Follow a request:" value=${chosen} choose=${choose}
-      options=${[[0, "none"], ...choice.map((seqId) => [seqId, nameOf(seqId)])]} /></p>
-    <${Bitmap} state=${state} chosen=${chosen} choose=${choose} />
+    <div class="controls"><${Choice} label="Follow a request:" value=${chosen} choose=${choose}
+      options=${[[0, "none"], ...choice.map((seqId) => [seqId, nameOf(seqId)])]} />
+      <${Choice} label="Order the blocks" value=${shown} choose=${setOrder} options=${[["sequence", "by sequence"], ["place", "by place"]]} />
+      ${shown === "place" && view && html`<button type="button" onClick=${() => zoom(null)}>All blocks</button>`}</div>
+    ${shown === "place" ? html`<${Bitmap} state=${state} chosen=${chosen} choose=${choose} summary=${summary} view=${view ?? { first: 0, num: state.num_blocks }} zoom=${zoom} />`
+      : html`<${Rows} state=${state} chosen=${chosen} choose=${choose} summary=${summary} />`}
     ${chosen ? html`<${BlockTable} state=${state} seqId=${chosen} key=${chosen} />` : null}`;
 }

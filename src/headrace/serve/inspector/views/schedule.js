@@ -74,3 +74,10 @@ export function batched({ runs: given, places }) {
 }
 
 export const utilisation = ({ rows, places, num }) => (places && num ? rows / (places * num) : 0);
+
+/** The steps from a request's arrival to its first row, on average over the requests. */
+export function meanWait({ runs }) {
+  const waits = new Map();
+  for (const { seqId, arrived, begin } of runs) if (!waits.has(seqId)) waits.set(seqId, begin - arrived);
+  return waits.size ? [...waits.values()].reduce((sum, each) => sum + each, 0) / waits.size : 0;
+}

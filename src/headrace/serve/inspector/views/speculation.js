@@ -3,6 +3,7 @@
 import { arrow, Choice, Facts, Figure, fill, frame, hatch, Legend, percent } from "../canvas.js";
 import { count, html, useEffect, useState } from "../lib.js";
 import { nameOf, useLive } from "../live.js";
+import { Hold } from "./hold.js";
 
 const [SQUARE, COLUMN] = [14, 18];
 const [TEXT_MS, PLAY_MS] = [400, 700];
@@ -13,7 +14,8 @@ export function roundsOf(steps, seqId) {
   for (const step of steps) {
     for (const [column, drafted, kept] of step.guesses) {
       const owner = step.seq_ids[column];
-      if (!seqId || owner === seqId) rounds.push({ stepId: step.step_id, seqId: owner, drafted, kept });
+      const [, guesses, tokens] = step.words?.find(([each]) => each === column) ?? [column, [], []];
+      if (!seqId || owner === seqId) rounds.push({ stepId: step.step_id, seqId: owner, drafted, kept, guesses, tokens });
     }
   }
   return rounds;
@@ -26,18 +28,24 @@ function sentenceOf({ stepId, seqId, drafted, kept }) {
   return `Step ${count(stepId)}, ${nameOf(seqId)}: ${drafted} drafted, ${kept} kept; ${last}: ${kept ? `${kept + 1} tokens` : "1 token"} from one step.`;
 }
 
+const word = (text) => html`<code>${text.replaceAll("\n", "⏎").replace(/^ | $/g, "␣") || "∅"}</code>`;
+
 function Round({ round }) {
-  const { drafted, kept } = round;
+  const { drafted, kept, guesses, tokens } = round;
+  // Of a tree of guesses the ones on the way are not the first.
+  const isChain = guesses.length === drafted && tokens.slice(0, kept).every((text, index) => text === guesses[index]);
+  const own = tokens.length > kept ? html`, the model: ${word(tokens[kept])}` : "";
   const squares = Array.from({ length: drafted }, (_, index) => {
     const fate = index < kept ? "kept" : index === kept ? "corrected" : "dropped";
-    return html`<li class=${fate}><b>${{ kept: "✓", corrected: "✗", dropped: "–" }[fate]}</b> guess ${index + 1} <span>${fate}</span></li>`;
+    const text = index < kept ? tokens[index] : isChain ? guesses[index] : undefined;
+    return html`<li class=${fate}><b>${{ kept: "✓", corrected: "✗", dropped: "–" }[fate]}</b> ${text === undefined ? `guess ${index + 1}` : word(text)} <span>${fate}${fate === "corrected" && own}</span></li>`;
   });
-  if (kept === drafted) squares.push(html`<li class="bonus"><b>+</b> bonus <span>the model's</span></li>`);
+  if (kept === drafted) squares.push(html`<li class="bonus"><b>+</b> ${tokens.length > kept ? word(tokens[kept]) : "bonus"} <span>the model's own</span></li>`);
   return html`<ol class="round">${squares}</ol><p role="status">${sentenceOf(round)}</p>`;
 }
 
 export function Speculation() {
-  const { steps } = useLive(TEXT_MS);
+  const { steps, state, isRecorded } = useLive(TEXT_MS);
   const [seqId, setSeqId] = useState(0);
   const [chosen, choose] = useState(null);
   const [isPlaying, play] = useState(false);
@@ -80,10 +88,16 @@ export function Speculation() {
   };
   const seqIds = [...new Set(roundsOf(steps, 0).map((each) => each.seqId))].reverse();
   const summary = `${count(rounds.length)} rounds: ${count(drafted)} tokens drafted, ${count(kept)} kept.`;
+  const nothing = isRecorded ? "There are no guesses in this recording so far."
+    : !state ? "Connecting …"
+    : !state.drafter ? html`No drafter is on. <code>headrace serve --speculative-config</code> turns one on.`
+    : steps.length ? `The drafter (${state.drafter}) is on, and saw nothing worth guessing in the last ${count(steps.length)} steps.`
+    : `The drafter (${state.drafter}) is on. There were no steps yet: they come with the next request.`;
   return html`<h1>Speculation</h1>
     <p>A drafter guesses tokens, and one step of the model checks them all. Guesses are kept up to the first wrong one; the model's
       own token takes its place, or follows the last as a bonus. The text is the same as without.</p>
-    ${rounds.length || seqId ? null : html`<p>No guesses yet. <code>headrace serve --speculative-config</code> turns a drafter on.</p>`}
+    ${rounds.length || seqId ? null : html`<p class="no-guesses">${nothing}</p>`}
+    <${Hold} />
     <${Facts} of=${{
       rounds: rounds.length, drafted, kept, "kept of drafted": drafted ? percent(kept / drafted) : "none yet",
       corrected: rounds.filter((each) => each.kept < each.drafted).length,

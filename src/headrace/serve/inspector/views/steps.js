@@ -3,9 +3,10 @@
 import { arrow, Facts, Figure, fill, fillEmpty, frame, hatch, Legend, NUM_OWNERS, onLook, percent } from "../canvas.js";
 import { count, html, seconds, useEffect, useRef, useState } from "../lib.js";
 import { live, MAX_STEPS, nameOf, useLive } from "../live.js";
-import { batched, partsOf, scheduled, utilisation, WAITS } from "./schedule.js";
+import { Hold } from "./hold.js";
+import { batched, meanWait, partsOf, scheduled, utilisation, WAITS } from "./schedule.js";
 
-const [TALL, LANES_TALL, COLUMN] = [200, 120, 5];
+const [TALL, LANES_TALL, COLUMN, ARRIVALS_TALL] = [200, 120, 5, 9];
 const [TEXT_MS, LANES_MS] = [500, 250];
 
 function describe(step) {
@@ -73,23 +74,32 @@ function Columns({ source, bound, isBound, chosen, choose, summary, onSpace }) {
 
 /** Places of the batch over the steps, as `scheduled` or `batched` return them. */
 function Lanes({ label, of, num }) {
-  const summary = `${count(of.rows)} rows in ${count(of.num)} steps of ${of.places} places: ${percent(utilisation(of))} used.`;
-  const tall = Math.max(24, Math.min(LANES_TALL, of.places * 10));
+  const summary = `${count(of.rows)} rows in ${count(of.num)} steps of ${of.places} places: ${percent(utilisation(of))} used. A request waits ${
+    meanWait(of).toFixed(1)} steps on average.`;
+  const tall = Math.max(24, Math.min(LANES_TALL, of.places * 10)) + ARRIVALS_TALL;
   const draw = ({ context, width, height, colours, store }) => {
     store.read ??= hatch(context, colours.text, { gap: 4 });
-    const [wide, high] = [width / Math.max(1, num), height / Math.max(1, of.places)];
+    const [wide, high] = [width / Math.max(1, num), (height - ARRIVALS_TALL) / Math.max(1, of.places)];
     context.clearRect(0, 0, width, height);
-    fillEmpty(context, colours, 0, 0, width, height);
+    fillEmpty(context, colours, 0, ARRIVALS_TALL, width, height - ARRIVALS_TALL);
+    context.fillStyle = colours.text;
+    for (const { arrived } of of.runs) {
+      context.beginPath();
+      context.moveTo(arrived * wide - 3, 0);
+      context.lineTo(arrived * wide + 3, 0);
+      context.lineTo(arrived * wide, ARRIVALS_TALL - 2);
+      context.fill();
+    }
     for (const { seqId, place, begin, end, reads } of of.runs) {
-      const [x, y] = [begin * wide, place * high];
+      const [x, y] = [begin * wide, ARRIVALS_TALL + place * high];
       const inner = Math.max(0.5, high - (high > 3 ? 1 : 0));
       fill(context, colours.owners[seqId % NUM_OWNERS], x, y, Math.max(0.5, (end - begin) * wide - 1), inner);
       fill(context, store.read, x, y, Math.min(end - begin, reads) * wide, inner);
     }
   };
-  const rows = () => of.runs.map(({ seqId, place, begin, end, reads }) => [nameOf(seqId), place, begin, end - begin, reads]);
+  const rows = () => of.runs.map(({ seqId, place, arrived, begin, end, reads }) => [nameOf(seqId), arrived, place, begin, end - begin, reads]);
   return html`<h3>${label}</h3><${Figure} label=${label} height=${tall} draw=${draw} version=${`${num} ${of.places}`} summary=${summary}
-    columns=${["request", ["place"], ["first step"], ["steps"], ["of them prompt"]]} rows=${rows} ms=${LANES_MS} />`;
+    columns=${["request", ["arrived"], ["place"], ["first step"], ["steps"], ["of them prompt"]]} rows=${rows} ms=${LANES_MS} />`;
 }
 
 export function Steps() {
@@ -132,6 +142,7 @@ export function Steps() {
   return html`<h1>Steps</h1>
     <p>Each column is a step of the engine: it computes one token of each request that writes, and chunks of prompts, up to
       its bound. A request joins or leaves at any step.</p>
+    <${Hold} />
     <div class="controls" ref=${place}>
       <button type="button" aria-pressed=${Boolean(held)} onClick=${pause}>${held ? "Go on" : "Pause"}</button>
       <label>Last step <input type="range" min="1" max=${Math.max(1, steps.length)} value=${last} onInput=${scrub}
@@ -147,10 +158,10 @@ export function Steps() {
     }} />
     ${shown.length > 0 && html`<h2>The same requests in static batches</h2>
     <p>A static batch of ${ours.places} begins when the one before it has ended, and ends with its longest request; the places
-      of the others stay empty until then. Colours are requests; hatched steps read prompts.</p>
+      of the others stay empty until then. Triangles are arrivals, colours are requests; hatched steps read prompts.</p>
     <${Facts} of=${{
-      "continuous: places used": percent(utilisation(ours)), "continuous: steps": ours.num,
-      "static: places used": percent(utilisation(theirs)), "static: steps": theirs.num,
+      "continuous: places used": percent(utilisation(ours)), "continuous: steps": ours.num, "continuous: mean wait": `${meanWait(ours).toFixed(1)} steps`,
+      "static: places used": percent(utilisation(theirs)), "static: steps": theirs.num, "static: mean wait": `${meanWait(theirs).toFixed(1)} steps`,
     }} />
     <${Lanes} label="As scheduled" of=${ours} num=${width} />
     <${Lanes} label="In static batches" of=${theirs} num=${width} />`}`;
