@@ -22,7 +22,7 @@ from headrace.protocol.step import Request
 from headrace.text.tokenizer import Tokenizer
 
 ENGINE: dict[str, list[Any]] = {
-    "kv_cache_dtype": ["float32", "int8", "int4", "fp8"],
+    "kv_cache_dtype": ["float32", "int8", "int8_dot", "int4", "fp8"],
     "speculation": [None, "ngram", "suffix", "lookahead", "draft_model", "early_exit", "medusa", "eagle", "mtp"],
     "enable_prefix_caching": [True, False],
     "max_num_batched_tokens": [2048, 48, 19],

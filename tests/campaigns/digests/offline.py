@@ -73,7 +73,7 @@ QUANTIZATIONS = (
     "int4", "int4-g32", "int4-g64", "int4-g128", "int4-g32-asym", "int4-g64-asym", "int4-g128-asym",
     "int6", "int8", "int8-channel", "int8-g128", "fp8-channel", "fp8-g128", "nf4", "mxfp4", "iq4_nl", "none",
 )  # fmt: skip
-KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8", "int8_dot", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "logprobs": 3, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 12, "logprobs": 2, "prompt_logprobs": 2}
