@@ -6,10 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.cli.remote import ADDRESS, CaCert, Url, address_of, authorization, client_of, reason
 from headrace.protocol.errors import HeadraceError
 
 if TYPE_CHECKING:
@@ -19,21 +21,23 @@ BAR = 40
 
 
 def top(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="The server.")] = "http://127.0.0.1:8000",
+    server: Annotated[str | None, typer.Argument(metavar="[URL]", help="The server, as by --url.")] = None,
     *,
+    url: Url = ADDRESS,
     once: Annotated[bool, typer.Option("--once", help="Print one state as text, and exit.")] = False,
     api_key: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="An administrator's key, if it has keys; better given in HEADRACE_API_KEY."),
     ] = None,
+    cacert: CaCert = None,
 ) -> None:
     """Show a running server at work: its speed, its blocks and its requests. q ends it."""
     from rich.console import Console
     from rich.live import Live
 
-    url = url.rstrip("/")
+    url = address_of(server or url)
     console = Console(width=None if sys.stdout.isatty() else 100)
-    with closing(states(url, api_key)) as source:  # type: ignore[type-var]
+    with closing(states(url, api_key, cacert)) as source:  # type: ignore[type-var]
         before = next(source)
         if once:
             for line in lines(before, next(source)):
@@ -52,17 +56,16 @@ def top(
     raise HeadraceError(f"{url}: the server has ended")
 
 
-def states(url: str, api_key: str | None) -> Iterator[State]:
+def states(url: str, api_key: str | None, cacert: Path | None = None) -> Iterator[State]:
     """Yield the states that a server sends, one a second. Raises `HeadraceError` if there is none or it refuses."""
     import httpx
     import msgspec
 
-    from headrace.cli.bench.serve import authorization
     from headrace.insight.state import State
 
     try:
         with (
-            httpx.Client(timeout=httpx.Timeout(10.0, read=30.0), trust_env=False) as client,
+            client_of(url, cacert, 30.0) as client,
             client.stream("GET", f"{url}/inspect/live?follow=true", headers=authorization(api_key)) as reply,
         ):
             if reply.status_code != 200:
@@ -77,14 +80,6 @@ def states(url: str, api_key: str | None) -> Iterator[State]:
         raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
     except msgspec.MsgspecError as error:
         raise HeadraceError(f"{url}: not a headrace server of this version: {error}") from error
-
-
-def reason(reply: Any) -> str:
-    """Return the message of an error reply, or its text if it has none."""
-    try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(reply.text)[:200]
 
 
 @contextmanager

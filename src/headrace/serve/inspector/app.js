@@ -48,15 +48,15 @@ function Header({ current }) {
     <span class="status" role="status">${state && `${state.model} · `}${status}</span>
     ${overload?.refused && !error && html`<span class="overload" role="alert">overloaded: ${overload.why}; ${overload.refused} are refused</span>`}
     <nav aria-label="Views">
-      ${link("/", "chat", "Chat")}
-      ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}
+      ${link("./", "chat", "Chat")}
+      ${VIEWS.map(([name, title]) => link(`inspect#${name}`, name, title))}
     </nav>
     <${Theme} />
     ${asksForKey && html`<${Key} error=${error} />`}
   </header>`;
 }
 
-const address = () => (location.pathname === "/" ? "chat" : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
+const address = () => (!location.pathname.endsWith("/inspect") ? "chat" : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
 
 function Page() {
   const [name, setName] = useState(address());
