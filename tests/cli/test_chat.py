@@ -122,6 +122,11 @@ def test_commands_do_not_reach_the_model(talk: Callable[..., Conversation], caps
         assert words in printed
 
 
+def test_exit_ends_a_conversation_as_quit_does(talk: Callable[..., Conversation]) -> None:
+    for word in ("/quit", "/exit"):
+        assert contents(talk("a", word, "b")) == [("user", "a"), ("assistant", "a ")]
+
+
 def test_system_reset_and_model(talk: Callable[..., Conversation]) -> None:
     session = talk("a", "/system Be brief.", "b", "/reset", "c", "/model other", system="Be long.")
     assert isinstance(session.source, Echo)

@@ -60,9 +60,8 @@ def chat(
         with closing(Remote(address_of(url), model, api_key, cacert)) as remote:
             Conversation(remote, build(SamplingParams, remote.defaults() | settings), system).run()
         return
-    config = build(
-        EngineConfig, {name: settings[name] for name in settings.keys() - {"seed"}} | {"model": "builtin" if model is None else model}
-    )
+    served = {"model": "builtin" if model is None else model}
+    config = build(EngineConfig, {name: settings[name] for name in settings.keys() - {"seed"}} | served)
     with closing(Local(config)) as source:
         Conversation(source, build(SamplingParams, source.defaults() | settings), system).run()
 

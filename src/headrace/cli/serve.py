@@ -44,7 +44,8 @@ def serve(
     in use) or its engine died too often, 2 for a flag or a value at fault, 130 (Ctrl-C) or 143 (SIGTERM) if a further
     signal cut the drain.
     """
-    places: dict[str, Any] = {"model": EngineConfig().model if model is None else model, "rendezvous": rendezvous_of(fields)}
+    name = EngineConfig().model if model is None else model
+    places: dict[str, Any] = {"model": name, "rendezvous": rendezvous_of(fields)}
     engine_config = build(EngineConfig, fields | places)
     server_config, reach = build(ServerConfig, fields), build(Reach, fields)
     make_client = remote_client(engine_config, server_config, build(FrontFlags, fields))
