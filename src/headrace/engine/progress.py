@@ -75,11 +75,9 @@ def _lines(title: str, logger: logging.Logger | None, has_long_steps: bool) -> P
             return
         last = now
         if logger is None:
-            print(
-                _line(title, num_done, total, (num_done - first) / max(1e-3, now - start), label),
-                file=sys.stderr,
-                flush=True,
-            )
+            # Long steps are not of one length.
+            rate = 0.0 if has_long_steps else (num_done - first) / max(1e-3, now - start)
+            print(_line(title, num_done, total, rate, label), file=sys.stderr, flush=True)
             return
         fields = {"num_done": num_done, "num_total": total}
         logger.info(

@@ -92,8 +92,8 @@ class Naive:
 
 
 class Bound:
-    """How long the rungs that are left take at most, if the machine stays as it is: each as long as it ever took. Before
-    all have run once nothing bounds them, for the later ones are not always the faster ones."""
+    """How long the rungs that are left take at most, if none becomes slower: each as long as it ever took. Before all
+    have run once nothing bounds them, for the later ones are not always the faster ones."""
 
     def __init__(self, num_rungs: int, num_rounds: int) -> None:
         self._num_left = [num_rounds] * num_rungs
