@@ -147,9 +147,8 @@ def test_a_bench_takes_its_model_and_more_goals_as_words(run: Run, monkeypatch: 
         return {}
 
     monkeypatch.setattr(f"headrace.cli.bench.offline.measure_{name}", note)
-    monkeypatch.setattr("headrace.cli.bench.commands._report", lambda *_: None)
     for words in (["some/model"], ["--model", "some/model"], ["some/model", "--goodput", "ttft:200", "tpot:5"]):
-        assert run("bench", name, *words).code == 0, words
+        assert run("bench", name, *words, "--json").code == 0, words
     goals = {"ttft": 200.0, "tpot": 5.0}
     assert plans == [("some/model", {}), ("some/model", {}), ("some/model", goals)]
     for words in (["one", "two"], ["one", "--model", "two"]):

@@ -220,7 +220,9 @@ def test_a_server_of_the_run_is_shown_and_ends_with_it(desk: Desk) -> None:
     assert gone(started)
     assert "headrace serve builtin --port" in errors
     assert "ready: http://127.0.0.1:" in errors
-    assert {path for path in desk.files() if "/home/.cache" not in path} == set(), "but for the built-in model"
+    assert {path for path in desk.files() if not path.startswith(f"{desk.home}/.cache")} == set(), (
+        "but for the built-in model"
+    )
 
 
 def test_a_server_of_the_run_ends_with_a_killed_launcher(desk: Desk) -> None:

@@ -46,13 +46,13 @@ def test_generated_text_does_not_depend_on_how_much_is_generated_at_once(monkeyp
     def text(most: int) -> list[list[int]]:
         monkeypatch.setattr("headrace.quantize.calibration.MOST_AT_ONCE", most)
         rounds.clear()
-        return generated_text(answer, 9, 700, lambda num_done, total: shown.append((num_done, total)))
+        return generated_text(answer, 9, 700, lambda num_done, total: calls.append((num_done, total)))
 
     rounds: list[int] = []
-    shown: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     wide = text(64)
     assert (rounds, sum(map(len, wide))) == ([64, 64, 17], 700)
-    assert (shown[-1], len(shown)) == ((700, 700), 3)
+    assert (calls[-1], len(calls)) == ((700, 700), 3)
     assert text(16) == wide
     assert set(rounds) == {16}
 

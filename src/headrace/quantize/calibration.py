@@ -90,9 +90,9 @@ def generated_text(
             num_empty = 0 if answers else num_empty + 1
             if num_empty == MAX_EMPTY:
                 raise RequestError("calibration", None, "a FILE: the model ends its own texts before they begin")
-            yield from answers
             first, num_left = seeds.stop, num_left - sum(map(len, answers))
             progress(min(num_tokens, num_tokens - num_left), num_tokens)
+            yield from answers
             num = -(-num_left * first // max(1, num_tokens - num_left))
 
     return cut(texts(), length, num_tokens)

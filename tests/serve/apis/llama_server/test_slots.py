@@ -108,10 +108,9 @@ def test_a_cache_that_no_file_can_hold_is_not_the_files_fault(saving: Live, monk
     complete(saving)
     why = "the server runs with --no-enable-prefix-caching"
 
-    def refuse(core: Any) -> None:
-        raise sessions.NoSessionsError(why)
-
-    monkeypatch.setattr(sessions, "_memory", refuse)
+    # `tests/engine/test_sessions.py` sees the engine of such a server reply so.
+    moved = sessions.SessionMoved(error=why, moves_none=True)
+    monkeypatch.setattr(sessions, "move", lambda core, order: moved)
     for action in ("save", "restore"):
         message = act(saving, action, filename="x").json()["error"]["message"]
         assert message.startswith(f"action: '{action}' is not allowed")
