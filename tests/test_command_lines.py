@@ -107,8 +107,7 @@ LLAMA_SERVER = r"""
   -mu https://example.com/model.gguf
 ! --hf-file: not supported here; give the repository
   -hf unsloth/Qwen3.8-27B-GGUF:Q8_0 --hf-file model.gguf
-! --ssl-key-file: not supported here; put a proxy with TLS
-  -m model.gguf --ssl-key-file k.pem --ssl-cert-file c.pem
+= -m model.gguf --ssl-key-file k.pem --ssl-cert-file c.pem --api-prefix /llm
 ~ --models-dir models --models-max 2 --no-models-autoload
 ~ -m model.gguf --sleep-idle-seconds 300 --kv-unified --cache-ram 2048 --ctx-checkpoints 8 --swa-full
 ~ -m model.gguf --skip-chat-parsing --no-prefill-assistant --no-jinja

@@ -20,8 +20,9 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
+from headrace.serve.reach import Reach
 
-FIELDS = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
+FIELDS = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__, *Reach.__struct_fields__}
 ALL = (*VLLM_SETTINGS, *LLAMA_SERVER_SETTINGS)
 VALUES = {
     "--rope-scaling": "yarn", "--chat-template-kwargs": "{}", "-rea": "on", "--reasoning-format": "none",

@@ -6,6 +6,15 @@ Hugging Face's own variables (HF_TOKEN, HF_HOME, HF_HUB_OFFLINE) are read by `hu
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+
+def changed(variables: Mapping[str, str | None]) -> dict[str, str]:
+    """(all): handed on to the agent of `headrace launch` and to its server, with those that the run sets.
+
+    Returns the environment with `variables`; None takes one away."""
+    values = {name: value for name, value in variables.items() if value is not None}
+    return {name: value for name, value in os.environ.items() if name not in variables} | values
 
 
 def debug_level() -> int:

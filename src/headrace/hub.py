@@ -70,6 +70,9 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
     """
     if model == "builtin":
         return builtin.directory() if weights else builtin.PATH
+    if not model.strip():
+        # The empty path would be the folder that the command runs in.
+        raise ModelNotFoundError("MODEL is empty; name a directory, a .gguf file, a hub id, or 'builtin'")
     path = Path(model).expanduser()
     if path.is_dir():
         files = [] if (path / "config.json").exists() else gguf.models_in(path)

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from headrace.cli import conversation
-from headrace.cli.bench.serve import authorization
 from headrace.cli.chat import Local, Remote
 from headrace.cli.conversation import Conversation, Message
+from headrace.cli.remote import authorization
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
@@ -122,6 +122,11 @@ def test_commands_do_not_reach_the_model(talk: Callable[..., Conversation], caps
         assert words in printed
 
 
+def test_exit_ends_a_conversation_as_quit_does(talk: Callable[..., Conversation]) -> None:
+    for word in ("/quit", "/exit"):
+        assert contents(talk("a", word, "b")) == [("user", "a"), ("assistant", "a ")]
+
+
 def test_system_reset_and_model(talk: Callable[..., Conversation]) -> None:
     session = talk("a", "/system Be brief.", "b", "/reset", "c", "/model other", system="Be long.")
     assert isinstance(session.source, Echo)
@@ -194,7 +199,7 @@ def test_a_server_that_wants_a_key_is_there(monkeypatch: pytest.MonkeyPatch, key
     import httpx
 
     monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
-    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(401, json={}))
+    monkeypatch.setattr(httpx.Client, "get", lambda *_, **__: httpx.Response(401, json={}))
     with pytest.raises(HeadraceError, match=f"{words}; give it in HEADRACE_API_KEY"):
         Remote("http://127.0.0.1:9", None, key)
 
@@ -260,7 +265,7 @@ def test_a_servers_defaults_are_its_own_or_llama_servers(
     import httpx
 
     answer = httpx.Response(200, text=body, request=httpx.Request("GET", "http://server/props"))
-    monkeypatch.setattr(httpx, "get", lambda *_, **__: answer)
+    monkeypatch.setattr(httpx.Client, "get", lambda *_, **__: answer)
     expected = {"temperature": temperature, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
     assert Remote("http://server", "m", None).defaults() == expected
 

@@ -20,6 +20,7 @@ from headrace.cli import options, reference
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
+from headrace.serve.reach import Reach
 
 Run = Callable[..., Done]
 
@@ -113,13 +114,46 @@ def test_a_bad_value_is_one_line_with_its_field(run: Run, words: list[str], fiel
 
 
 @pytest.mark.parametrize(
-    "words", [["generate", "/no/such/model", "--prompt", "a"], ["bench", "latency", "--model", "x"]]
+    "words",
+    [
+        ["generate", "/no/such/model", "--prompt", "a"],
+        ["bench", "latency", "--model", "x"],
+        ["bench", "throughput", "no/such/model/at/all"],
+    ],
 )
 def test_an_unknown_model_is_one_line(run: Run, words: list[str]) -> None:
     done = run(*words)
     assert done.code == 1
     assert "no such directory" in done.err
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["serve", ""], ["serve", " "], ["generate", "", "--prompt", "a"], ["chat", ""], ["bench", "throughput", ""]],
+)
+def test_an_empty_model_is_an_error_and_not_another_model(run: Run, words: list[str]) -> None:
+    done = run(*words)
+    assert done.code == 1
+    assert done.err.splitlines()[-1].startswith("headrace: MODEL is empty; name a directory")
+
+
+@pytest.mark.parametrize("name", ["throughput", "latency"])
+def test_a_bench_takes_its_model_and_more_goals_as_words(run: Run, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plans: list[Any] = []
+
+    def note(plan: Any, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
+        plans.append((plan.model, goals))
+        return {}
+
+    monkeypatch.setattr(f"headrace.cli.bench.offline.measure_{name}", note)
+    for words in (["some/model"], ["--model", "some/model"], ["some/model", "--goodput", "ttft:200", "tpot:5"]):
+        assert run("bench", name, *words, "--json").code == 0, words
+    goals = {"ttft": 200.0, "tpot": 5.0}
+    assert plans == [("some/model", {}), ("some/model", {}), ("some/model", goals)]
+    for words in (["one", "two"], ["one", "--model", "two"]):
+        done = run("bench", name, *words)
+        assert (done.code, "MODEL is given once" in done.err) == (2, True)
 
 
 def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,22 +167,24 @@ def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_serve_hands_over_what_the_flags_say(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
+    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs, reach: seen.extend([*configs, reach]))
     words = "serve some/model --max-model-len 32k --no-enable-prefix-caching --port 0 --max-logprobs -1".split()
+    words += ["--root-path", "/llm"]
     assert run(*words).code == 0
     assert seen == [
         EngineConfig(model="some/model", max_model_len=32_000, enable_prefix_caching=False, max_logprobs=-1),
         ServerConfig(port=0),
         [],
         True,
+        Reach(root_path="/llm"),
     ]
 
 
 def test_defaults_are_the_structs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs: seen.extend(configs))
+    monkeypatch.setattr("headrace.serve.app.serve", lambda *configs, reach: seen.extend([*configs, reach]))
     assert run("serve").code == 0
-    assert seen[:2] == [EngineConfig(), ServerConfig()]
+    assert (seen[:2], seen[-1]) == ([EngineConfig(), ServerConfig()], Reach())
     assert [len(seen[2]), "writes small stories" in seen[2][0]] == [1, True]
 
 

@@ -34,7 +34,7 @@ PAGES = (
     *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "train-builtin")),
 )
 SHELLS = ("bash", "sh", "console")
-AGENTS = ("codex", "claude", "aider", "cn", "opencode", "open-webui")
+AGENTS = ("cn", "open-webui")
 """Programs of others, of whose words nothing is known here."""
 UsageError = typer.BadParameter.__mro__[1]
 """The base of errors of the command line: click's, or that of typer's own copy of click."""

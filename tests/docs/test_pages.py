@@ -10,7 +10,6 @@ import io
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.shallow import shallow
 
 from headrace.cli import main
 from headrace.cli import serve as serve_command
+from headrace.cli.agents import AGENTS
 
 # One server has the commands of all pages, among them those that make it sleep and wake up.
 pytestmark = pytest.mark.in_order
@@ -55,15 +55,13 @@ NOT_RUN = {
     "headrace rank": "two hosts; tests/parallel/test_hosts_commands.py runs it",
     "headrace serve builtin --tensor-parallel-size 2 --rendezvous": "two hosts; test_hosts_commands.py runs it",
     "headrace serve builtin --pipeline-parallel-size 2 --rendezvous": "two hosts; test_hosts_commands.py runs it",
-    "openssl": "tests/support/remote.py runs them",
+    "openssl": "tests/support/remote.py and tests/serve/test_reach.py run them",
+    "headrace chat https": "a server by TLS; tests/serve/test_reach.py runs it",
     "headrace pull": "needs the hub; tests/serve/test_models_folder.py runs it",
     "npm install": "changes the environment",
     "export": "sets a variable of the shell",
-    "codex": "an agent of others; tests/serve/apis/openai/test_codex.py replays it",
-    "claude": "an agent of others; tests/serve/test_agents.py replays its first request",
-    "aider": "an agent of others; tests/serve/test_agents.py replays its first request",
     "cn": "an agent of others; tests/serve/test_agents.py replays its first request",
-    "opencode": "an agent of others; tests/serve/test_agents.py replays its first request",
+    "headrace launch": "an agent of others; tests/cli/test_launch.py and test_launched_agents.py run it",
     "open-webui": "a server of others",
     "python -m tests.support.scripted": "a server",
     "headrace bench ablate": "minutes; tests/cli/bench/test_ablate.py runs it",
@@ -268,16 +266,18 @@ def test_json(block: Block) -> None:
         json.loads(text)
 
 
-def test_the_agents_configs_name_the_server_and_its_route() -> None:
-    configs = {block.language: block.text for block in BLOCKS if block.page == "howto-agents.md"}
-    codex = tomllib.loads(configs["toml"])
-    provider = codex["model_providers"][codex["model_provider"]]
-    assert (provider["base_url"], provider["wire_api"]) == ("http://127.0.0.1:8000/v1", "responses")
-    (model,) = pytest.importorskip("yaml").safe_load(configs["yaml"])["models"]
-    assert (model["provider"], model["apiBase"]) == ("openai", provider["base_url"])
-    catalogs = [json.loads(b.text) for b in BLOCKS if b.page == "howto-agents.md" and b.language == "json"]
-    assert catalogs[0]["models"][0]["slug"] == codex["model"]
-    assert f"openai/{codex['model']}" in catalogs[1]
+def test_the_agents_of_the_page_are_those_of_the_command() -> None:
+    """The table has a row for each agent, with its command and the context that it needs."""
+    page = (pages.DOCS / "howto-agents.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:3] == "| `"]
+    stated = {row[0].split("`")[1]: (row[1].strip("`"), int(row[4].replace(",", ""))) for row in rows}
+    assert stated == {name: (agent.install, agent.needs) for name, agent in AGENTS.items()}
+
+
+def test_the_config_of_continue_names_the_server_and_its_route() -> None:
+    [block] = [block for block in BLOCKS if block.page == "howto-agents.md" and block.language == "yaml"]
+    (model,) = pytest.importorskip("yaml").safe_load(block.text)["models"]
+    assert (model["provider"], model["apiBase"]) == ("openai", "http://127.0.0.1:8000/v1")
 
 
 def test_every_block_has_a_language_or_is_output() -> None:

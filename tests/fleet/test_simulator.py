@@ -201,10 +201,13 @@ def test_the_command_prints_hits_and_finds_a_fleet(
     assert num > 1
     assert "of the prompt tokens" in out
     assert "% of the requests keep ttft 300 ms" in out
-    monkeypatch.setattr(simulate, "MOST_REPLICAS", 4)
-    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words, "--slo", "ttft:0.001")
+    monkeypatch.setattr(simulate, "MOST_REPLICAS", 1)
+    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words, "--slo", "ttft:300", "--slo-share", "95")
+    assert (code, out) == (1, "1 replicas do not keep ttft:300 for 95 % of the requests\n")
+    code, out, _ = run_command(monkeypatch, capsys, "simulate", *words, "--slo", "ttft:0.001,tpot:1000,e2el:0.002")
     assert code == 1
-    assert "4 replicas do not keep ttft:0.001" in out
+    goals = [line.partition(":")[0] for line in out.splitlines() if line.startswith("no number of replicas keeps ")]
+    assert goals == ["no number of replicas keeps ttft", "no number of replicas keeps e2el"], "and not the one between"
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_every_view_shows_a_recording(open_page: OpenPage, tmp_path: Path, setti
     )
     assert fact(page, "cached") == len(blocks.cached - blocks.holders.keys())
     for name in ("blocks", "steps", "requests", "cache", "speculation", "limits"):
-        page.locator(f"nav a[href='/inspect#{name}']").click()
+        page.locator(f"nav a[href='inspect#{name}']").click()
         page.locator(f"main.{name} h1").wait_for()
         assert page.locator(".recording.shown").count() == 1
         assert browser.violations(page) == []

@@ -15,6 +15,7 @@ from headrace.cli.options import help_of
 from headrace.protocol.config import EngineConfig, ServerConfig
 
 README = (rules.ROOT / "README.md").read_text(encoding="utf-8")
+MAX_README_WORDS = 900
 MAKEFILE = (rules.ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -119,6 +120,30 @@ def test_links_between_documents_lead_somewhere() -> None:
     broken = [f"{page.name}: {dead}" for page in pages for dead in dead_links(page.read_text(), page.parent)]
     assert not broken
     assert dead_links("see [this](docs/nothing.md#part) and [that](Makefile)", rules.ROOT) == ["docs/nothing.md"]
+
+
+def unmapped(index: str, folder: Path) -> list[str]:
+    """Pages of the docs that the map does not link to. Decisions and labs have lists of their own."""
+    linked = set(re.findall(r"\]\(([^)#\s]+)", index))
+    pages = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.md"))]
+    listed = [page for page in pages if not page.startswith(("adr/", "labs/")) and page != "index.md"]
+    return [page for page in [*listed, "labs/README.md"] if page not in linked]
+
+
+def test_the_map_of_the_docs_has_every_page() -> None:
+    folder = rules.ROOT / "docs"
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    assert unmapped(index, folder) == []
+    assert unmapped(index.replace("(gpu.md)", "(gpu)"), folder) == ["gpu.md"]
+
+
+def num_words(text: str) -> int:
+    return len(text.split())
+
+
+def test_the_readme_is_short() -> None:
+    assert num_words(README) <= MAX_README_WORDS
+    assert num_words(README + "word " * MAX_README_WORDS) > MAX_README_WORDS
 
 
 def wrong_glossary(text: str) -> list[str]:

@@ -38,6 +38,25 @@ def test_generated_text_end_when_there_are_enough() -> None:
         generated_text(lambda seeds: [[0] for _ in seeds], 8, 7)
 
 
+def test_generated_text_does_not_depend_on_how_much_is_generated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(seeds: range) -> Sequence[Sequence[int]]:
+        rounds.append(len(seeds))
+        return [[seed] * (1 + seed % 9) for seed in seeds]
+
+    def text(most: int) -> list[list[int]]:
+        monkeypatch.setattr("headrace.quantize.calibration.MOST_AT_ONCE", most)
+        rounds.clear()
+        return generated_text(answer, 9, 700, lambda num_done, total: calls.append((num_done, total)))
+
+    rounds: list[int] = []
+    calls: list[tuple[int, int]] = []
+    wide = text(64)
+    assert (rounds, sum(map(len, wide))) == ([64, 64, 17], 700)
+    assert (calls[-1], len(calls)) == ((700, 700), 3)
+    assert text(16) == wide
+    assert set(rounds) == {16}
+
+
 def test_files(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     plain.write_text("One.\nTwo.\n")

@@ -187,7 +187,7 @@ def test_each_layer_is_calibrated_on_the_quantised_layers_before_it(
     quantise = gptq.quantise
     monkeypatch.setattr(gptq, "quantise", lambda w, s, o, name: quantise(w.flip(0) if ".0." in name else w, s, o, name))
     quantise_checkpoint(small, tmp_path / "b", options, "compressed-tensors", TEXT)
-    second = [load_file(tmp_path / run / "model-00002-of-00003.safetensors") for run in ("a", "b")]
+    second = [load_file(tmp_path / run / driver.WHOLE) for run in ("a", "b")]
     name = "model.layers.1.mlp.down_proj.weight_packed"
     assert not torch.equal(second[0][name], second[1][name])
 
@@ -212,7 +212,7 @@ def test_plain_layers_stay_to_the_bit(tmp_path: Path, small: Path, monkeypatch: 
     monkeypatch.setattr(LazyWeights, "matrix", plain_down)
     quantise_checkpoint(small, tmp_path / "out", Options(group_size=32), "compressed-tensors")
     before = load_file(small / "model.safetensors")
-    after = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")
+    after = load_file(tmp_path / "out" / driver.WHOLE)
     for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"):
         assert torch.equal(after[name], before[name])
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

@@ -31,6 +31,7 @@ from headrace.serve.call.states import State
 from headrace.serve.gates.connection import Connection
 from headrace.serve.loading import ModelParts
 from headrace.serve.process import Server
+from headrace.serve.reach import Reach, UnderPath
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
@@ -78,21 +79,21 @@ class Live:
         self.client = client
         self.stays = stays
         model, template = client if stays else None, more.pop("template", None) or ChatTemplate.of(tokenizer)
-        folder = more.pop("folder", None)
+        folder, reach = more.pop("folder", None), more.pop("reach", Reach())
         self.app = create_app(model, server, "fake", ModelParts(tokenizer, template, **more), folder)
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.socket.setblocking(False)
         self.port = self.socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{reach.scheme}://127.0.0.1:{self.port}{reach.path}"
         config = uvicorn.Config(
-            self.app,
+            UnderPath(self.app, reach.path) if reach.path else self.app,
             http=Connection.protocol(server.max_connections_per_peer),
             log_config=None,  # which would reset the level of a connection's logger
             log_level="error",
             ws="none",
             timeout_graceful_shutdown=2,
         )
-        self.server = Server(config, self.app.state.lifespan, delay=0, drain_seconds=0)
+        self.server = Server(config, self.app.state.lifespan, delay=0, drain_seconds=0, context=reach.context())
         self.server.takes_signals = False
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.socket])), daemon=True)
 

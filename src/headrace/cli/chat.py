@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -16,6 +17,7 @@ import typer
 
 from headrace.cli.conversation import SETTINGS, Conversation, Message
 from headrace.cli.options import build, options
+from headrace.cli.remote import CaCert, address_of, authorization, client_of, is_url, models_of, reason
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 from headrace.protocol.parameters import LLAMA_SERVER, OWN_DEFAULTS
@@ -34,7 +36,10 @@ SHAPES = ("temperature", "top_p", "top_k", "min_p")
     **dict.fromkeys(SHAPES),
 )
 def chat(
-    model: Annotated[str | None, typer.Argument(help="A directory, a hub id, or 'builtin'.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A directory, a hub id, or 'builtin'; with --url its name there. An address is --url."),
+    ] = None,
     *,
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="Talk to this server, such as http://127.0.0.1:8000.")
@@ -42,19 +47,21 @@ def chat(
     api_key: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Its key; better settings in HEADRACE_API_KEY.")
     ] = None,
+    cacert: CaCert = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Message that opens the conversation.")] = None,
     **fields: Any,
 ) -> None:
     """Talk with a model, here or on a server. Temperature and filters are the ones that the model's files advise, or
     llama-server's defaults."""
     settings = {name: value for name, value in fields.items() if name not in SHAPES or value is not None}
+    if url is None and model is not None and is_url(model):
+        url, model = model, None
     if url is not None:
-        remote = Remote(url.rstrip("/"), model, api_key)
-        Conversation(remote, build(SamplingParams, remote.defaults() | settings), system).run()
+        with closing(Remote(address_of(url), model, api_key, cacert)) as remote:
+            Conversation(remote, build(SamplingParams, remote.defaults() | settings), system).run()
         return
-    config = build(
-        EngineConfig, {name: settings[name] for name in settings.keys() - {"seed"}} | {"model": model or "builtin"}
-    )
+    served = {"model": "builtin" if model is None else model}
+    config = build(EngineConfig, {name: settings[name] for name in settings.keys() - {"seed"}} | served)
     with closing(Local(config)) as source:
         Conversation(source, build(SamplingParams, source.defaults() | settings), system).run()
 
@@ -125,13 +132,16 @@ class Remote:
 
     is_interruptible = True
 
-    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        from headrace.cli.bench.serve import authorization, first_model
-
+    def __init__(self, url: str, model: str | None, api_key: str | None, cacert: Path | None = None) -> None:
         self.num_tokens = 0
         self._url = url
         self._headers = authorization(api_key)
-        self.model = model or first_model(url, self._headers)["id"]
+        self._client = client_of(url, cacert)
+        try:
+            self.model = model or models_of(self._client, url, self._headers)[0]["id"]
+        except BaseException:
+            self.close()
+            raise
 
     def defaults(self) -> dict[str, Any]:
         """Return the server's `SHAPES`, or llama-server's defaults of them where it does not say them."""
@@ -139,11 +149,14 @@ class Remote:
 
         defaults: dict[str, Any] = {**OWN_DEFAULTS[LLAMA_SERVER]}
         try:
-            reply = httpx.get(f"{self._url}/props", headers=self._headers, timeout=10.0, trust_env=False)
+            reply = self._client.get(f"{self._url}/props", headers=self._headers, timeout=10.0)
             stated = reply.raise_for_status().json()["default_generation_settings"]["params"]
             return defaults | {name: stated[name] for name in SHAPES if isinstance(stated.get(name), int | float)}
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return defaults
+
+    def close(self) -> None:
+        self._client.close()
 
     def switch(self, model: str) -> None:
         """Name another model in the requests from now on."""
@@ -157,13 +170,11 @@ class Remote:
         body |= {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         self.num_tokens = 0
         try:
-            with (
-                httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client,
-                client.stream("POST", f"{self._url}/v1/chat/completions", json=body, headers=self._headers) as reply,
-            ):
+            path = f"{self._url}/v1/chat/completions"
+            with self._client.stream("POST", path, json=body, headers=self._headers) as reply:
                 if reply.status_code != 200:
                     reply.read()
-                    raise HeadraceError(f"{self._url} answered {reply.status_code}: {_reason(reply)}")
+                    raise HeadraceError(f"{self._url} answered {reply.status_code}: {reason(reply)}")
                 for line in reply.iter_lines():
                     data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if not data or data == "[DONE]":
@@ -176,11 +187,3 @@ class Remote:
                         yield choice.get("delta", {}).get("content") or ""
         except httpx.HTTPError as error:
             raise HeadraceError(f"{self._url}: {type(error).__name__}: {error}") from error
-
-
-def _reason(reply: Any) -> str:
-    """Return the message of an error reply, or its text if it has none."""
-    try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(reply.text)

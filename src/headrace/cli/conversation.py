@@ -56,7 +56,7 @@ class Conversation:
         self._is_stopped = False
 
     def run(self) -> None:
-        """Read and answer lines until /quit or the end of input. On a terminal an error ends its turn only."""
+        """Read and answer lines until /quit, /exit or the end of input. On a terminal an error ends its turn only."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             if self.source.model == "builtin":
@@ -64,7 +64,7 @@ class Conversation:
             _note(f"{self.source.model}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends.")
         for line in _lines(is_terminal):
             text = line.strip()
-            if text == "/quit":
+            if text in ("/quit", "/exit"):
                 return
             try:
                 if text.startswith("/") and not text.startswith("//"):
@@ -127,10 +127,9 @@ class Conversation:
 
     def _help(self, _: str) -> None:
         """List the commands."""
-        width = max(len(usage) for usage, _ in COMMANDS.values())
-        _note(
-            "\n".join(f"{usage:<{width}}  {' '.join((run.__doc__ or '').split())}" for usage, run in COMMANDS.values())
-        )
+        rows = dict(COMMANDS.values())
+        width = max(map(len, rows))
+        _note("\n".join(f"{usage:<{width}}  {' '.join((run.__doc__ or '').split())}" for usage, run in rows.items()))
 
     def _reset(self, _: str) -> None:
         """Forget all but the system message."""
@@ -223,7 +222,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], None]]] = {
     "model": ("/model [NAME]", Conversation._model),
     "save": ("/save FILE", Conversation._save),
     "load": ("/load FILE", Conversation._load),
-    "quit": ("/quit", Conversation._quit),
+    "quit": ("/quit, /exit", Conversation._quit),
+    "exit": ("/quit, /exit", Conversation._quit),
 }
 
 

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.models import ADDRESS, ApiKey, Url, call, print_table
+from headrace.cli.models import call, print_table
 from headrace.cli.options import options
+from headrace.cli.remote import ADDRESS, ApiKey, CaCert, Url
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError
 
@@ -37,10 +38,11 @@ def root() -> None:
 def status(
     url: Url = ADDRESS,
     api_key: ApiKey = None,
+    cacert: CaCert = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's reply as JSON.")] = False,
 ) -> None:
     """Show the engines of a server, a row for each. MOVED: requests that came from, and went to, other replicas."""
-    fleet = call("GET", url, "/fleet", api_key)
+    fleet = call("GET", url, "/fleet", api_key, cacert=cacert)
     if as_json:
         print(json.dumps(fleet, indent=1))
         return
@@ -53,6 +55,7 @@ def update(
     ctx: typer.Context,
     url: Url = ADDRESS,
     api_key: ApiKey = None,
+    cacert: CaCert = None,
     patience: Annotated[
         float | None,
         typer.Option(
@@ -69,7 +72,7 @@ def update(
     """
     settings = {name: value for name, value in fields.items() if is_given(ctx, name)}
     body = {"settings": plain(settings), "wait": False} | ({} if patience is None else {"patience": patience})
-    fleet = call("POST", url, "/fleet/update", api_key, body)
+    fleet = call("POST", url, "/fleet/update", api_key, body, cacert)
     num = -1
     while True:
         progress = fleet["update"]
@@ -79,7 +82,7 @@ def update(
         if progress["state"] != "running":
             break
         time.sleep(POLL_S)
-        fleet = call("GET", url, "/fleet", api_key)
+        fleet = call("GET", url, "/fleet", api_key, cacert=cacert)
     if progress["state"] == "failed":
         raise HeadraceError(f"the update failed: {progress['error']}")
     print(f"done in {progress['seconds']:.1f} s\n")

@@ -23,6 +23,7 @@ from headrace.cli import (
     fleet,
     generate,
     lab,
+    launch,
     models,
     plan,
     quantize,
@@ -53,6 +54,7 @@ app.command()(rank.rank)
 app.command()(deploy.deploy)
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(launch.launch)
 app.command(name="list")(models.list_models)
 app.command()(models.ps)
 app.command()(models.show)

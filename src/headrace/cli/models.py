@@ -10,39 +10,36 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from headrace.cli.remote import ADDRESS, ApiKey, CaCert, Url, address_of, authorization, client_of, reason
 from headrace.protocol.errors import HeadraceError
 
-Url = Annotated[str, typer.Option("--url", metavar="URL", help="The server's address.")]
-ApiKey = Annotated[
-    str | None, typer.Option("--api-key", metavar="TEXT", help="Its key; better given in HEADRACE_API_KEY.")
-]
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, as headrace list shows it.")]
-ADDRESS = "http://127.0.0.1:8000"
 SIZES = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 AGES = ((86400, "day"), (3600, "hour"), (60, "minute"), (1, "second"))
 
 
-def list_models(url: Url = ADDRESS, api_key: ApiKey = None) -> None:
+def list_models(url: Url = ADDRESS, api_key: ApiKey = None, cacert: CaCert = None) -> None:
     """List the models of a server, loaded or not."""
-    models = call("GET", url, "/api/tags", api_key)["models"]
+    models = call("GET", url, "/api/tags", api_key, cacert=cacert)["models"]
     rows = [(m["name"], m["digest"][:12], size(m["size"]), _about(m), f"{_age(m['modified_at'])} ago") for m in models]
     print_table(("NAME", "ID", "SIZE", "MODEL", "MODIFIED"), rows)
 
 
-def ps(url: Url = ADDRESS, api_key: ApiKey = None) -> None:
+def ps(url: Url = ADDRESS, api_key: ApiKey = None, cacert: CaCert = None) -> None:
     """List the models that are loaded on a server."""
-    models = call("GET", url, "/api/ps", api_key)["models"]
+    models = call("GET", url, "/api/ps", api_key, cacert=cacert)["models"]
     rows = [(m["name"], m["digest"][:12], size(m["size"]), str(m["context_length"]), _until(m)) for m in models]
     print_table(("NAME", "ID", "MEMORY", "CONTEXT", "UNTIL"), rows)
 
 
-def show(model: Name, url: Url = ADDRESS, api_key: ApiKey = None) -> None:
+def show(model: Name, url: Url = ADDRESS, api_key: ApiKey = None, cacert: CaCert = None) -> None:
     """Show what a server knows of a model."""
-    facts = call("POST", url, "/api/show", api_key, {"model": model})
+    facts = call("POST", url, "/api/show", api_key, {"model": model}, cacert)
     details = facts["details"]
     lines = {
         "architecture": details["family"],
@@ -59,11 +56,11 @@ def show(model: Name, url: Url = ADDRESS, api_key: ApiKey = None) -> None:
             print(f"{name:<18}{value}")
 
 
-def pull(model: Name, url: Url = ADDRESS, api_key: ApiKey = None) -> None:
+def pull(model: Name, url: Url = ADDRESS, api_key: ApiKey = None, cacert: CaCert = None) -> None:
     """Fetch a model from the hub into a server's models folder: OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file."""
     is_terminal = sys.stdout.isatty()
     last = ""
-    for event in _lines(url, "/api/pull", api_key, {"model": model}):
+    for event in _lines(url, "/api/pull", api_key, {"model": model}, cacert):
         text = str(event["status"])
         if is_terminal and event.get("total"):
             text += f" {100 * event.get('completed', 0) // event['total']:3d} % of {size(event['total'])}"
@@ -79,11 +76,14 @@ def pull(model: Name, url: Url = ADDRESS, api_key: ApiKey = None) -> None:
 
 
 def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...")], url: Url = ADDRESS, api_key: ApiKey = None
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...")],
+    url: Url = ADDRESS,
+    api_key: ApiKey = None,
+    cacert: CaCert = None,
 ) -> None:
     """Delete models from a server's models folder."""
     for model in models:
-        call("DELETE", url, "/api/delete", api_key, {"model": model})
+        call("DELETE", url, "/api/delete", api_key, {"model": model}, cacert)
         print(f"deleted {model}")
 
 
@@ -95,46 +95,47 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def call(method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None = None) -> Any:
+def call(
+    method: str,
+    url: str,
+    path: str,
+    api_key: str | None,
+    body: dict[str, Any] | None = None,
+    cacert: Path | None = None,
+) -> Any:
     """Return the server's reply; None for an empty one. Raises `HeadraceError`."""
-    text = "\n".join(_send(method, url, path, api_key, body))
+    text = "\n".join(_send(method, url, path, api_key, body, cacert))
     return json.loads(text) if text else None
 
 
-def _lines(url: str, path: str, api_key: str | None, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _lines(
+    url: str, path: str, api_key: str | None, body: dict[str, Any], cacert: Path | None
+) -> Iterator[dict[str, Any]]:
     """Yield the lines of a streamed reply. Raises `HeadraceError`, also for a line that is an error."""
-    for line in _send("POST", url, path, api_key, body):
+    for line in _send("POST", url, path, api_key, body, cacert):
         event = json.loads(line)
         if "error" in event:
             raise HeadraceError(str(event["error"]))
         yield event
 
 
-def _send(method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None) -> Iterator[str]:
+def _send(
+    method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None, cacert: Path | None
+) -> Iterator[str]:
     import httpx
 
-    from headrace.cli.bench.serve import authorization
-
-    address = url.rstrip("/") + path
+    address = address_of(url)
     try:
         with (
-            httpx.Client(timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client,
-            client.stream(method, address, json=body, headers=authorization(api_key)) as reply,
+            client_of(address, cacert) as client,
+            client.stream(method, address + path, json=body, headers=authorization(api_key)) as reply,
         ):
             if reply.status_code >= 400:
                 reply.read()
-                raise HeadraceError(_reason(reply))
+                raise HeadraceError(reason(reply) or f"the server answered {reply.status_code}")
             yield from (line for line in reply.iter_lines() if line)
     except httpx.HTTPError as error:
         raise HeadraceError(f"no server at {url}: {error}; start one with headrace serve") from error
-
-
-def _reason(reply: Any) -> str:
-    try:
-        error = reply.json()["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {reply.status_code}: {reply.text[:200]}"
 
 
 def _about(model: dict[str, Any]) -> str:

@@ -234,7 +234,8 @@ def meta_of(field: msgspec.structs.FieldInfo) -> msgspec.Meta | None:
 def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, default: Any) -> inspect.Parameter:
     """Return the parameter that stands for one field of a struct in a command's signature.
 
-    A field's `Meta` may have `extra`: a `metavar`, and for a flag that is on or off the name of its `opposite`.
+    A field's `Meta` may have `extra`: a `metavar`, for a flag that is on or off the name of its `opposite`, and a
+    second name, `also`.
     """
     name = "--" + field.name.replace("_", "-")
     settings: dict[str, Any] = {"help": help_of(struct, field), "rich_help_panel": PANELS.get(struct)}
@@ -261,6 +262,8 @@ def option(struct: type[msgspec.Struct], field: msgspec.structs.FieldInfo, defau
     decls = [f"{name}/--{opposite}"] if kind is bool and field.name != "json" else [name]
     if struct in (EngineConfig, ServerConfig) and field.name in SHORT:
         decls.append(SHORT[field.name])
+    if "also" in words:
+        decls.append(words["also"])
     if many:
         kind = list[kind]
     if default is None:

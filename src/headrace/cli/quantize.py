@@ -206,7 +206,9 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
             outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
             return [[*prompt, *output.outputs[0].token_ids] for output in outputs]
 
-        return generated_text(answer, length, num_tokens)
+        with progress_bar("tokens of calibration text", has_long_steps=True) as show:
+            show(0, num_tokens, "the model writes it")
+            return generated_text(answer, length, num_tokens, show)
 
 
 def _gguf(model: str, out: Path, plan: QuantizePlan) -> None:

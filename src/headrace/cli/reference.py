@@ -65,7 +65,8 @@ def flags_page() -> str:
     ]
     for path, command in commands():
         arguments = [p for p in command.params if p.param_type_name == "argument" and not p.hidden]
-        words = "".join(f" [{p.name.upper()}]" if not p.required else f" {p.name.upper()}" for p in arguments)
+        names = [(p.metavar or p.name).strip("[]").removesuffix("...").upper() for p in arguments]
+        words = "".join(f" {name}" if p.required else f" [{name}]" for name, p in zip(names, arguments, strict=True))
         lines += ["", f"## `{path}{words}`", "", inspect.cleandoc(command.help or ""), ""]
         lines += ["| flag | default | meaning |", "|---|---|---|"]
         lines += [f"| {names} | {default} | {text} |" for names, default, text in flags(command)]

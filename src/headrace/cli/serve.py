@@ -12,6 +12,7 @@ from headrace.cli.engine import FrontFlags, RankFlags, remote_client, rendezvous
 from headrace.cli.options import build, options
 from headrace.other_engines import translate
 from headrace.protocol.config import EngineConfig, ServerConfig
+from headrace.serve.reach import Reach
 
 
 class ServeCommand(TyperCommand):
@@ -28,7 +29,7 @@ class ServeCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
 
-@options(EngineConfig, ServerConfig, FrontFlags, RankFlags)
+@options(EngineConfig, ServerConfig, Reach, FrontFlags, RankFlags)
 def serve(
     ctx: typer.Context,
     model: Annotated[
@@ -43,9 +44,10 @@ def serve(
     in use) or its engine died too often, 2 for a flag or a value at fault, 130 (Ctrl-C) or 143 (SIGTERM) if a further
     signal cut the drain.
     """
-    places: dict[str, Any] = {"model": model or EngineConfig().model, "rendezvous": rendezvous_of(fields)}
+    name = EngineConfig().model if model is None else model
+    places: dict[str, Any] = {"model": name, "rendezvous": rendezvous_of(fields)}
     engine_config = build(EngineConfig, fields | places)
-    server_config = build(ServerConfig, fields)
+    server_config, reach = build(ServerConfig, fields), build(Reach, fields)
     make_client = remote_client(engine_config, server_config, build(FrontFlags, fields))
     # Bad values are refused above, before the server's libraries are loaded.
     from headrace.serve.app import serve as run
@@ -53,5 +55,5 @@ def serve(
     has_model = model is not None or server_config.models_dir is None
     is_builtin = has_model and engine_config.model == "builtin"
     notes = [f"{builtin.ABOUT}; give another: headrace serve MODEL"] if is_builtin else []
-    remote = () if make_client is None else (make_client,)
-    run(engine_config, server_config, [*ctx.meta["notes"], *notes], has_model, *remote)
+    remote = {} if make_client is None else {"make_client": make_client}
+    run(engine_config, server_config, [*ctx.meta["notes"], *notes], has_model, reach=reach, **remote)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ from headrace.cli.planning import AsJson, CacheForm, Dtype, Goals, ModelFiles, P
 from headrace.protocol.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.fleet.simulator import SimulatedRun
+    from headrace.fleet.simulator import SimulatedRun, Sizes
+    from headrace.fleet.traces import Call
     from headrace.plan.planner import Planner
     from headrace.protocol.kinds import CacheKind
 
@@ -68,7 +70,8 @@ def simulate(
     """Play a trace of real traffic on a fleet that there need not be: latencies, goodput, cache hits and cost.
 
     Scheduler, blocks, prefix cache and router are those that run; how long a step takes is a formula's (headrace plan).
-    With --slo and without --replicas, the smallest fleet is searched; exit status 1 if there is none.
+    With --slo and without --replicas, the smallest fleet is searched; exit status 1 if there is none, with the goals
+    that no number of replicas can keep.
     """
     from headrace.engine.progress import progress_bar
     from headrace.fleet import traces
@@ -143,6 +146,9 @@ def simulate(
     # Nothing that a simulation makes is a cycle, and looking for them takes a third of the time.
     gc.disable()
     try:
+        if searches and (lines := out_of_reach(one, sizes, router, calls, goals, slo_share)):
+            print("\n".join(lines))
+            raise typer.Exit(1)
         fleet = smallest_fleet(played, MOST_REPLICAS) if searches else (replicas or 1, played(replicas or 1))
     finally:
         gc.enable()
@@ -155,6 +161,29 @@ def simulate(
         "num_blocks": num_blocks[0], "more_blocks": num_blocks[1:], "prefixes": sizes.enable_prefix_caching,
     }  # fmt: skip
     print(json.dumps(result) if as_json else report_of(result, goals))
+
+
+def out_of_reach(
+    one: Planner, sizes: Sizes, router: str, calls: Sequence[Call], goals: dict[str, float], slo_share: float
+) -> list[str]:
+    """Return a line for each goal that no number of replicas keeps: too many requests break it even where each has a
+    replica to itself."""
+    from headrace.fleet.simulator import Simulation
+
+    # A day apart, each finds an idle replica, and of its prefix what the cache of one replica holds.
+    apart = [call._replace(time=86400.0 * place) for place, call in enumerate(calls)]
+    lives = Simulation(1, router, sizes, one.step).run(apart).lives
+    lines: list[str] = []
+    for name, goal in goals.items():
+        times = sorted(1e3 * getattr(life, name) for life in lives)
+        needed = times[-1 - min(len(times) - 1, int(len(times) * (1 - slo_share / 100)))]
+        if needed > goal:
+            why = "the others do not fit a replica" if math.isinf(needed) else f"{needed:,.1f} ms are needed"
+            lines.append(
+                f"no number of replicas keeps {name}:{goal:g}: for {slo_share:g} % of the requests, each alone on a "
+                f"replica, {why}"
+            )
+    return lines
 
 
 def pools_of(

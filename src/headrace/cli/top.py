@@ -6,10 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from headrace.cli.remote import ADDRESS, CaCert, Url, address_of, authorization, client_of, reason
 from headrace.protocol.errors import HeadraceError
 
 if TYPE_CHECKING:
@@ -26,21 +28,23 @@ class Look(NamedTuple):
 
 
 def top(
-    url: Annotated[str, typer.Argument(metavar="[URL]", help="The server.")] = "http://127.0.0.1:8000",
+    server: Annotated[str | None, typer.Argument(metavar="[URL]", help="The server, as by --url.")] = None,
     *,
+    url: Url = ADDRESS,
     once: Annotated[bool, typer.Option("--once", help="Print one state as text, and exit.")] = False,
     api_key: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="An administrator's key, if it has keys; better given in HEADRACE_API_KEY."),
     ] = None,
+    cacert: CaCert = None,
 ) -> None:
     """Show a running server at work: its speed, its blocks and its requests. q ends it."""
     from rich.console import Console
     from rich.live import Live
 
-    url = url.rstrip("/")
+    url = address_of(server or url)
     console = Console(width=None if sys.stdout.isatty() else 100)
-    with closing(looks(url, api_key)) as source:  # type: ignore[type-var]
+    with closing(looks(url, api_key, cacert)) as source:  # type: ignore[type-var]
         before = next(source)
         if once:
             for line in lines(before.state, next(source)):
@@ -59,17 +63,16 @@ def top(
     raise HeadraceError(f"{url}: the server has ended")
 
 
-def looks(url: str, api_key: str | None) -> Iterator[Look]:
+def looks(url: str, api_key: str | None, cacert: Path | None = None) -> Iterator[Look]:
     """Yield what a server sends, once a second. Raises `HeadraceError` if there is none or it refuses."""
     import httpx
     import msgspec
 
-    from headrace.cli.bench.serve import authorization
     from headrace.insight.state import State
 
     try:
         with (
-            httpx.Client(timeout=httpx.Timeout(10.0, read=30.0), trust_env=False) as client,
+            client_of(url, cacert, 30.0) as client,
             client.stream("GET", f"{url}/inspect/live?follow=true", headers=authorization(api_key)) as reply,
         ):
             if reply.status_code != 200:
@@ -84,14 +87,6 @@ def looks(url: str, api_key: str | None) -> Iterator[Look]:
         raise HeadraceError(f"{url}: {type(error).__name__}: {error}") from error
     except msgspec.MsgspecError as error:
         raise HeadraceError(f"{url}: not a headrace server of this version: {error}") from error
-
-
-def reason(reply: Any) -> str:
-    """Return the message of an error reply, or its text if it has none."""
-    try:
-        return str(reply.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(reply.text)[:200]
 
 
 @contextmanager

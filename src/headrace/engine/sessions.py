@@ -48,17 +48,23 @@ class MoveSession(msgspec.Struct, frozen=True, tag="move_session"):
 
 class SessionMoved(msgspec.Struct, frozen=True):
     """The tokens in the file and its size in bytes, or in `error` why nothing was done. `lacks_room`: a file of
-    `num_bytes` is larger than the order allows, or than the disk.
+    `num_bytes` is larger than the order allows, or than the disk. `moves_none`: this engine moves no session at all,
+    whatever the file.
     """
 
     token_ids: list[int] = []
     num_bytes: int = 0
     error: str = ""
     lacks_room: bool = False
+    moves_none: bool = False
 
 
 class SessionError(HeadraceError):
     """A session cannot be saved or restored; the message is for the client and names no path."""
+
+
+class NoSessionsError(SessionError):
+    """This engine has no cache that sessions can be made of."""
 
 
 class NoRoomError(SessionError):
@@ -105,7 +111,7 @@ def move(core: EngineCore, order: MoveSession) -> SessionMoved:
     except SessionError as error:
         if isinstance(error, NoRoomError):
             return SessionMoved(num_bytes=error.num_bytes, error=str(error), lacks_room=True)
-        return SessionMoved(error=str(error))
+        return SessionMoved(error=str(error), moves_none=isinstance(error, NoSessionsError))
     except OSError as error:
         logger.warning("a session file can not be %s: %s", "read" if order.restores else "written", error)
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -165,16 +171,16 @@ def _restore(core: EngineCore, order: MoveSession) -> tuple[list[int], int]:
 
 
 def _memory(core: EngineCore) -> BlockMemory:
-    """Return the memory of the engine's cache. Raises `SessionError` where there is none to move blocks of."""
+    """Return the memory of the engine's cache. Raises `NoSessionsError` where there is none to move blocks of."""
     if not core.scheduler.tables.enable_prefix_caching:
-        raise SessionError("the server runs with --no-enable-prefix-caching")
+        raise NoSessionsError("the server runs with --no-enable-prefix-caching")
     if not core.scheduler.tables.is_plain:
-        raise SessionError("the model's layers keep different things: only a cache of one kind can be moved")
+        raise NoSessionsError("the model's layers keep different things: only a cache of one kind can be moved")
     executor = getattr(core.executor, "inner", core.executor)
     program = getattr(executor, "program", executor)
     memory = getattr(program, "cache", program)
     if not isinstance(memory, BlockMemory):
-        raise SessionError("the cache can not be moved while the schedule is recorded")
+        raise NoSessionsError("the cache can not be moved while the schedule is recorded")
     return memory
 
 

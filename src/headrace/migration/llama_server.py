@@ -26,7 +26,7 @@ from headrace.migration.settings import (
     whole,
     words,
 )
-from headrace.migration.vllm import NO_LORA, NO_TOOLS, ONE_RANK, TEXT_ONLY, TLS
+from headrace.migration.vllm import NO_LORA, NO_TOOLS, ONE_RANK, TEXT_ONLY
 
 CACHE_TYPES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8", "q5_0": "int8", "q5_1": "int8",
@@ -174,6 +174,9 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _done("-c --ctx-size", "max_model_len", neutral=("0",)),
     _done("--kv-unified-per-slot", "max_model_len"),
     _done("-t --threads", "num_threads", convert=_threads),
+    _done("--ssl-cert-file", "ssl_certfile"),
+    _done("--ssl-key-file", "ssl_keyfile"),
+    _done("--api-prefix", "root_path", why="the routes stay where they are without it, too"),
     _done("--device", "device", convert=_device, why="none is cpu, and CUDA0 is cuda:0"),
     _done("-np --parallel", "max_num_seqs", neutral=("-1",)),
     _done("-b --batch-size", "max_num_batched_tokens"),
@@ -339,8 +342,6 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _refused("-hft --hf-token", "set HF_TOKEN"),
     _refused("--lora --lora-scaled", NO_LORA),
     _refused("--control-vector --control-vector-scaled --control-vector-layer-range", "change the weights of a copy"),
-    _refused("--api-prefix", "put a proxy in front, which strips the prefix"),
-    _refused("--ssl-key-file --ssl-cert-file", TLS),
     _refused("--gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default",
              "name the model", takes_value=False),
     _refused("--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default",

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from headrace.protocol.errors import RequestError
 
 MAX_FILE_BYTES = 256 * 2**20
-BATCH = 16
+BATCH, MOST_AT_ONCE = 16, 64
 """Texts that the model generates at once."""
 MAX_EMPTY = 4
 """Batches in a row that may be empty."""
@@ -71,19 +70,29 @@ def cut(texts: Iterable[Sequence[int]], length: int, num_tokens: int) -> list[li
     return pieces
 
 
-def generated_text(answer: Callable[[range], Sequence[Sequence[int]]], length: int, num_tokens: int) -> list[list[int]]:
-    """Return pieces of text that the model generates. answer: gives the token ids of a text for each of some seeds."""
+def generated_text(
+    answer: Callable[[range], Sequence[Sequence[int]]],
+    length: int,
+    num_tokens: int,
+    progress: Callable[[int, int], None] = lambda num_done, total: None,
+) -> list[list[int]]:
+    """Return pieces of text that the model generates. answer: gives the token ids of a text for each of some seeds.
+
+    Texts are taken in the order of their seeds, so the pieces do not depend on how many are generated at once: as many
+    as are probably needed."""
 
     def texts() -> Iterator[Sequence[int]]:
-        num_empty, num_left = 0, num_tokens
-        for batch in count():
-            answers = [ids for ids in answer(range(batch * BATCH, (batch + 1) * BATCH)) if len(ids) > 1]
+        num_empty, num_left, first = 0, num_tokens, 0
+        num = -(-num_tokens // length)
+        while num_left > 0:
+            seeds = range(first, first + min(max(num, BATCH), MOST_AT_ONCE))
+            answers = [ids for ids in answer(seeds) if len(ids) > 1]
             num_empty = 0 if answers else num_empty + 1
             if num_empty == MAX_EMPTY:
                 raise RequestError("calibration", None, "a FILE: the model ends its own texts before they begin")
+            first, num_left = seeds.stop, num_left - sum(map(len, answers))
+            progress(min(num_tokens, num_tokens - num_left), num_tokens)
             yield from answers
-            num_left -= sum(map(len, answers))
-            if num_left < 1:
-                return
+            num = -(-num_left * first // max(1, num_tokens - num_left))
 
     return cut(texts(), length, num_tokens)

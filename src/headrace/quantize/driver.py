@@ -45,6 +45,9 @@ from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
 
 STATE = "quantize-state.json"
 REPORT = "quantize-report.json"
+WHOLE = "model.safetensors"
+MOST_MERGED = 2**31
+"""Bytes of a checkpoint whose files, one for each layer while it is written, become one in the end."""
 VERSION = 1
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 MAX_ROWS = 2048
@@ -125,7 +128,7 @@ class QuantizeRun:
     ) -> None:
         """calibration: None for a run that is verified only."""
         self.method, self.writer = find_method(options.method), find_writer(layout)
-        self.options = self.method.verify(options)
+        self.layout, self.options = layout, self.method.verify(options)
         self.writer.verify(self.options)
         self.source, self.out, self.progress = source, out, progress or (lambda num_done, total, name: None)
         self.values = _read_values(source)
@@ -204,8 +207,16 @@ class QuantizeRun:
         values: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
         values |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors, "groups": groups}
         shards.write_json(self.out / REPORT, values)
-        self.writer.finish(self.out, self.state.files, self.values | {"quantization_config": self.quantization_config})
+        files, parts = self.state.files, list[Path]()
+        if self.num_bytes() <= MOST_MERGED and self.layout != "gguf":
+            # The index names the one file; parts of a killed run that are left beside it are not read.
+            shards.merge(self.out, list(files), WHOLE)
+            parts = [self.out / file for file in files]
+            files = {WHOLE: [name for names in files.values() for name in names]}
+        self.writer.finish(self.out, files, self.values | {"quantization_config": self.quantization_config})
         (self.out / STATE).unlink()
+        for part in parts:
+            part.unlink()
         paths = [path for kind in ("*.safetensors", "*.gguf") for path in self.out.glob(kind)]
         report.num_bytes = sum(path.stat().st_size for path in paths)
         self.progress(self.num_layers, self.num_layers, "")

@@ -7,6 +7,7 @@ files. Bytes depend on names and numbers alone. Called by `quantize.driver` and 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,18 +39,57 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
             "data_offsets": [end, end + size],
         }
         end += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(_head(header))
         for name in order:
             if tensors[name].numel():
                 file.write(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def merge(directory: Path, files: Sequence[str], target: str) -> None:
+    """Write the tensors of several safetensors files into one, as `write` does, and leave the files."""
+    places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for file in files:
+        with (directory / file).open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        places |= {name: (directory / file, 8 + size, entry) for name, entry in header.items()}
+
+    def width(name: str) -> float:
+        num_values: int = math.prod(places[name][2]["shape"])
+        begin, end = map(int, places[name][2]["data_offsets"])
+        return (end - begin) / max(1, num_values)
+
+    order = sorted(places, key=lambda name: (-width(name), name))
+    head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        begin, stop = places[name][2]["data_offsets"]
+        head[name] = places[name][2] | {"data_offsets": [end, end + stop - begin]}
+        end += stop - begin
+    partial = (directory / target).with_name(f"{target}.partial")
+    with partial.open("wb") as merged:
+        merged.write(_head(head))
+        for name in order:
+            path, start, entry = places[name]
+            begin, stop = entry["data_offsets"]
+            with path.open("rb") as source:
+                source.seek(start + begin)
+                merged.write(source.read(stop - begin))
+        merged.flush()
+        os.fsync(merged.fileno())
+    partial.replace(directory / target)
+
+
+def _head(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -53,6 +53,7 @@ from headrace.serve.inspection import add_routes as add_inspection_routes
 from headrace.serve.inspector import explanations, live, page, planning
 from headrace.serve.lifespan import Lifespan
 from headrace.serve.loading import Loader, ModelParts, RunningModel, RunningModels
+from headrace.serve.reach import Reach
 from headrace.serve.shedding import Shedding
 
 logger = logging.getLogger("headrace.server")
@@ -289,23 +290,26 @@ def serve(
     notes: Sequence[str] = (),
     has_model: bool = True,
     make_client: MakeClient = client_of,
+    reach: Reach = Reach(),
 ) -> None:
     """Serve until a signal comes. Exits with status 1 if the engine could not start or died too often.
 
     `notes` are warnings about the command line; they are logged first. Without `has_model`, no model is loaded at the
     start: all are in the models folder. `make_client` makes the client of the model that stays.
 
-    Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer.
+    Raises `ModelNotFoundError` or `CheckpointError` if there is no such model or tokenizer, and `RequestError` for a
+    file of `reach`.
     """
     logs.set_up(server.uvicorn_log_level, server.log_format)
     for note in notes:
         logger.warning("%s", note)
     try:
+        reach.context()
         with contextlib.ExitStack() as stack:
             stack.enter_context(process.ended_by_signals())
             # First: a port in use ends the start at once, and a client that connects from now on waits for its answer.
             sockets = [stack.enter_context(each) for each in process.listen(server.host, server.port)]
-            status = process.run(make_app(engine, server, has_model, make_client), server, sockets)
+            status = process.run(make_app(engine, server, has_model, make_client), server, sockets, reach)
     except HeadraceError as error:
         if server.log_format != "json":
             raise

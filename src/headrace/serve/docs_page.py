@@ -49,7 +49,7 @@ def render(document: dict[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(info['title'])} API</title>\n<style>{STYLE}</style>\n</head>\n<body>",
             f"<h1>{escape(info['title'])} {escape(info['version'])}</h1>",
-            '<p>The routes of this server. For programs: <a href="/openapi.json">openapi.json</a>.</p>',
+            '<p>The routes of this server. For programs: <a href="openapi.json">openapi.json</a>.</p>',
             "<h2>Routes</h2>",
             *(
                 _operation(method, path, operation)

@@ -17,6 +17,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from headrace.serve.early_signals import SIGNALS
 from headrace.serve.gates.accept import Acceptor, raise_file_limit
 from headrace.serve.gates.calls import hosts_of
 from headrace.serve.gates.connection import Connection
+from headrace.serve.reach import Reach, UnderPath
 
 logger = logging.getLogger("headrace.server")
 
@@ -120,16 +122,16 @@ def _advice(error: OSError, host: str, port: int) -> str:
     return place + (error.strerror or str(error))
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, reach: Reach = Reach()) -> str:
     """Return the address that a client on this machine uses."""
     host = hosts_of(host)[0]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    return f"{reach.scheme}://{f'[{name}]' if ':' in name else name}:{port}{reach.path}"
 
 
 class Server(uvicorn.Server):
     """A uvicorn server that drains after a signal; uvicorn's own raises the signal again after the drain. Its
-    connections come through `Acceptor`.
+    connections come through `Acceptor`, by TLS where there is a `context`.
 
     After SIGTERM it serves on for `delay` seconds, while its probes fail: a load balancer needs that time to notice. A
     further signal ends the delay, one in the drain ends the drain, and one more the process.
@@ -141,8 +143,16 @@ class Server(uvicorn.Server):
 
     takes_signals = True
 
-    def __init__(self, config: uvicorn.Config, life: Life, delay: float, drain_seconds: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        life: Life,
+        delay: float,
+        drain_seconds: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(config)
+        self._context = context
         self.last_signal: signal.Signals | None = None
         self._life = life
         self._delay = delay
@@ -211,7 +221,7 @@ class Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self.servers = [Acceptor(each, make) for each in sockets or ()]  # type: ignore[misc]
+        self.servers = [Acceptor(each, make, self._context) for each in sockets or ()]  # type: ignore[misc]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -253,13 +263,19 @@ def ended_by_signals() -> Iterator[None]:
                 signal.signal(name, handler)
 
 
-def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | None = None) -> int:
+def run(
+    app: Starlette,
+    server: ServerConfig,
+    sockets: list[socket.socket] | None = None,
+    reach: Reach = Reach(),
+) -> int:
     """Serve `app` until a signal comes: drain, stop the engine, return the exit status.
 
-    `sockets` come from `listen`; without them the server listens by the config, and may raise `ListenError`."""
+    `sockets` come from `listen`; without them the server listens by the config, and may raise `ListenError`. Raises
+    `RequestError` for a file of `reach`."""
     raise_file_limit()
     sockets = listen(server.host, server.port) if sockets is None else sockets
-    uvicorn_server = server_of(app, server, sockets)
+    uvicorn_server = server_of(app, server, sockets, reach)
     # Modules, routes and the tokenizer live as long as this process. A garbage collection would walk them all, and
     # delay every call by a tenth of a second.
     gc.collect()
@@ -267,10 +283,15 @@ def run(app: Starlette, server: ServerConfig, sockets: list[socket.socket] | Non
     return asyncio.run(serve(uvicorn_server, app.state.lifespan, sockets))
 
 
-def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]) -> Server:
-    """Return the server of `app` behind `sockets`, which `serve` runs."""
+def server_of(
+    app: Starlette,
+    server: ServerConfig,
+    sockets: list[socket.socket],
+    reach: Reach = Reach(),
+) -> Server:
+    """Return the server of `app` behind `sockets`, which `serve` runs. Raises `RequestError` for a file of `reach`."""
     config = uvicorn.Config(
-        app,
+        UnderPath(app, reach.path) if reach.path else app,
         http=Connection.protocol(server.max_connections_per_peer),  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
@@ -280,8 +301,8 @@ def server_of(app: Starlette, server: ServerConfig, sockets: list[socket.socket]
         timeout_graceful_shutdown=math.ceil(server.shutdown_timeout + 2 * STREAM_END_S),
     )
     life = app.state.lifespan
-    life.url = url_of(server.host, sockets[0].getsockname()[1])
-    return Server(config, life, server.shutdown_delay, server.shutdown_timeout)
+    life.url = url_of(server.host, sockets[0].getsockname()[1], reach)
+    return Server(config, life, server.shutdown_delay, server.shutdown_timeout, reach.context())
 
 
 async def serve(server: Server, life: Life, sockets: list[socket.socket]) -> int:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.shallow import shallow
 
 from headrace.cli.bench import ablate, runs
-from headrace.cli.bench.ablate import check_answers, measure_ablation
+from headrace.cli.bench.ablate import Bound, check_answers, measure_ablation
 from headrace.cli.bench.ablation_text import markdown, notes, plot, print_ablation
 from headrace.cli.bench.data import Sample
 from headrace.cli.bench.ladder import ONE, Rung, context_of, longest, requests, sized
@@ -235,3 +235,20 @@ def test_the_twins_of_a_gpu_run_without_graphs() -> None:
         assert outcome.num_run == 1
         assert len(outcome.timelines) == 2
         assert singles[0].num_calls > 0
+
+
+def test_there_is_no_bound_before_all_rungs_have_run_and_then_it_holds() -> None:
+    bound = Bound(num_rungs=3, num_rounds=3)
+    assert (bound.seconds(), bound.text()) == (None, "")
+    times = [[3.0, 2.0, 50.0], [2.0, 2.0, 40.0], [3.0, 1.0, 50.0]]
+    left = sum(map(sum, times))
+    for number, each in enumerate(times):
+        for index, seconds in enumerate(each):
+            bound.note(index, seconds)
+            left -= seconds
+            if number == 0 and index < 2:
+                assert bound.seconds() is None
+                assert bound.text() == "; the slowest so far took 3 s"
+            else:
+                assert (bound.seconds() or 0.0) >= left
+    assert (bound.seconds(), left) == (0.0, 0.0)

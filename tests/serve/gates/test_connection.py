@@ -13,7 +13,8 @@ from tests.campaigns import connections
 from tests.campaigns.connections import Schedule, Server, VirtualLoop, Wire, play_all, virtual
 
 from headrace.serve.gates import connection, limits
-from headrace.serve.gates.connection import PROBES, RESERVED, SECONDS, TABLE, Connection, Peers, Wait, peer_of
+from headrace.serve.gates.accept import peer_of
+from headrace.serve.gates.connection import PROBES, RESERVED, SECONDS, TABLE, Connection, Peers, Wait
 
 GET = b"GET %s HTTP/1.1\r\nHost: a\r\n\r\n"
 SILENT = Schedule([], "silence", reads_all=True, num_replies=None)

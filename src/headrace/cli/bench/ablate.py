@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
@@ -90,6 +91,35 @@ class Naive:
             return outcome, facts
 
 
+class Bound:
+    """How long the rungs that are left take at most, if none becomes slower: each as long as it ever took. Before all
+    have run once nothing bounds them, for the later ones are not always the faster ones."""
+
+    def __init__(self, num_rungs: int, num_rounds: int) -> None:
+        self._num_left = [num_rounds] * num_rungs
+        self._slowest = [0.0] * num_rungs
+        self._num_known = 0
+
+    def note(self, index: int, seconds: float) -> None:
+        """Note that a rung has run; in the first round they run in order."""
+        self._num_left[index] -= 1
+        self._slowest[index] = max(seconds, self._slowest[index])
+        self._num_known = max(self._num_known, index + 1)
+
+    def seconds(self) -> float | None:
+        """Return the bound; None while there is none."""
+        if self._num_known < len(self._slowest):
+            return None
+        return sum(num * seconds for num, seconds in zip(self._num_left, self._slowest, strict=True))
+
+    def text(self) -> str:
+        """Return the bound in words, or what is known before there is one."""
+        seconds = self.seconds()
+        if seconds is None:
+            return f"; the slowest so far took {max(self._slowest):,.0f} s" if self._num_known else ""
+        return f"; what is left takes at most {seconds:,.0f} s, if no rung becomes slower than it was"
+
+
 def _best(seconds_of: runs.PassTime, length: int) -> float:
     seconds_of(8)
     return min(seconds_of(length) for _ in range(2))
@@ -153,24 +183,28 @@ def measure_ablation(plan: AblatePlan, config: EngineConfig) -> dict[str, Any]:
 
     Raises `RequestError` for requests that the model's context does not hold, and the engine's errors."""
     plan = sized(plan)
-    backend, cache_bytes, vocab_size = _probe(plan, config)
-    samples = requests(plan, vocab_size)
-    rungs = ladder(plan, config, backend, cache_bytes)
-    without = left_out(plan, rungs[-1])
-    middle = sum(each.num_prompt_tokens + each.output_len // 2 for each in samples) // len(samples)
-    naive = Naive(rungs[0].config, middle)
-    if not naive.name:
-        rungs = [rung for rung in rungs if not rung.is_naive]
-    every = [*rungs, *without]
-    rounds = list[list[RungRun]]()
-    with progress_bar("rungs", not plan.json) as show:
+    with progress_bar("rungs", not plan.json, has_long_steps=True) as show:
+        show(0, 0, "the whole engine and the naive loops are tried, once each")
+        backend, cache_bytes, vocab_size = _probe(plan, config)
+        samples = requests(plan, vocab_size)
+        rungs = ladder(plan, config, backend, cache_bytes)
+        without = left_out(plan, rungs[-1])
+        middle = sum(each.num_prompt_tokens + each.output_len // 2 for each in samples) // len(samples)
+        naive = Naive(rungs[0].config, middle)
+        if not naive.name:
+            rungs = [rung for rung in rungs if not rung.is_naive]
+        every = [*rungs, *without]
+        rounds = list[list[RungRun]]()
+        bound = Bound(len(every), plan.rounds)
         for number in range(plan.rounds):
             rounds.append([])
             for index, rung in enumerate(every):
-                show(number * len(every) + index, plan.rounds * len(every), rung.name)
+                show(number * len(every) + index, plan.rounds * len(every), f"{rung.name}{bound.text()}")
                 step = naive.run if rung.is_naive else run_engine
+                begin = time.monotonic()
                 rounds[-1].append(RungRun(*step(rung, samples, plan.sample)))
                 gc.collect()
+                bound.note(index, time.monotonic() - begin)
             check_answers(every, [each.outcome for each in rounds[-1]])
     rows = [_row(rung, column, len(samples)) for rung, column in zip(every, zip(*rounds, strict=True), strict=True)]
     steps, omissions = rows[: len(rungs)], rows[len(rungs) :]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,15 +40,21 @@ app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a 
 KEPT = ("seed", "revision", "backend", "device", "num_threads", "speculative_config")
 ABLATED = tuple(name for name in EngineConfig.__struct_fields__ if name not in KEPT)
 
+GOAL = re.compile("(ttft|tpot|itl|e2el):")
 Show = Callable[[dict[str, Any]], None]
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
 MoreGoals = Annotated[list[str] | None, typer.Argument(hidden=True)]
+ModelAndMoreGoals = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MODEL]", help="A directory, a .gguf file, a hub id, or 'builtin'; as by --model."),
+]
 
 
 @app.command()
 @options(LatencyPlan, EngineConfig, skip=("skip_tokenizer_init",))
-def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
+def latency(words: ModelAndMoreGoals = None, **fields: Any) -> None:
     """Time batches of requests that start together: the whole batch, and each token of it."""
+    fields, more_goals = _with_model(fields, words)
     plan = build(LatencyPlan, fields)
     goals = _goals(plan.goodput, more_goals)
     from headrace.cli.bench.offline import measure_latency
@@ -58,8 +65,9 @@ def latency(more_goals: MoreGoals = None, **fields: Any) -> None:
 
 @app.command()
 @options(ThroughputPlan, EngineConfig, skip=("skip_tokenizer_init",))
-def throughput(more_goals: MoreGoals = None, **fields: Any) -> None:
+def throughput(words: ModelAndMoreGoals = None, **fields: Any) -> None:
     """Give the engine all requests at once, and time it until the last one is done."""
+    fields, more_goals = _with_model(fields, words)
     plan = build(ThroughputPlan, fields)
     goals = _goals(plan.goodput, more_goals)
     from headrace.cli.bench.offline import measure_throughput
@@ -201,6 +209,15 @@ def _check_plot(path: str | None) -> None:
 
 def _header(model_id: str) -> dict[str, Any]:
     return {"date": time.strftime("%Y%m%d-%H%M%S"), "version": headrace.__version__, "model_id": model_id}
+
+
+def _with_model(fields: dict[str, Any], words: list[str] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags with the model among `words`, if there is one, and the goals among them: words such as
+    ttft:200."""
+    models = [word for word in words or () if not GOAL.match(word)]
+    if len(models) > 1 or (models and fields["model"] not in ("builtin", models[0])):
+        raise typer.BadParameter(f"unexpected argument {models[-1]!r}: MODEL is given once")
+    return fields | ({"model": models[0]} if models else {}), [word for word in words or () if GOAL.match(word)]
 
 
 def _goals(goals: list[str] | None, more: list[str] | None) -> dict[str, float]:

@@ -158,11 +158,16 @@ class ServePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Requests over HTTP to any OpenAI-compatible server."""
 
     backend: Annotated[str, Meta(description="openai (completions) or openai-chat.")] = "openai"
-    base_url: Annotated[str | None, Meta(description="The server, if not http://HOST:PORT.")] = None
+    base_url: Annotated[
+        str | None, Meta(description="The server, if not http://HOST:PORT.", extra={"metavar": "URL", "also": "--url"})
+    ] = None
     host: Annotated[str, Meta(description="The server's address.")] = "127.0.0.1"
     port: Annotated[int, Meta(description="The server's port.", ge=1)] = 8000
     endpoint: Annotated[str | None, Meta(description="Path of the API; by default the backend's.")] = None
     api_key: Annotated[str | None, Meta(description="Key to send; better given in HEADRACE_API_KEY.")] = None
+    cacert: Annotated[
+        str | None, Meta(description="PEM file of the CA of an https server.", extra={"metavar": "FILE"})
+    ] = None
     model: Annotated[str | None, Meta(description="Model to ask for; by default the server's first.")] = None
     tokenizer: Annotated[str | None, Meta(description="Directory or hub id; by default the model's.")] = None
     dataset_name: Annotated[

@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import msgspec
 
-from headrace import env
 from headrace.cli.bench.data import (
     TRACES,
     Sample,
@@ -33,6 +32,7 @@ from headrace.cli.bench.data import (
 from headrace.cli.bench.plans import ServePlan
 from headrace.cli.bench.run_warnings import warnings_of
 from headrace.cli.bench.stats import Timeline, figures
+from headrace.cli.remote import NoServerError, address_of, authorization, client_of, models_of, verification
 from headrace.engine.progress import progress_bar
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.text.tokenizer import Tokenizer
@@ -78,30 +78,20 @@ def arrival_times(count: int, request_rate: float, burstiness: float, seed: int)
     return [0.0, *itertools.accumulate(gaps)][:count]
 
 
-def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the headers that send a key: `api_key`, or else the first in HEADRACE_API_KEY."""
-    keys = [api_key] if api_key else (env.api_key() or "").split()
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-
-
-def first_model(base_url: str, headers: dict[str, str], seconds: float = 0.0) -> dict[str, Any]:
-    """Return the first entry of the server's /v1/models, once it answers. Raises `HeadraceError` after `seconds`."""
+def first_model(
+    base_url: str, headers: dict[str, str], seconds: float = 0.0, cacert: str | None = None
+) -> dict[str, Any]:
+    """Return name and root of the server's first model, once it answers. Raises `NoServerError` after `seconds`."""
     deadline = time.monotonic() + seconds
-    while True:
-        try:
-            reply = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10.0, trust_env=False)
-            if reply.status_code == 200:
-                model = reply.json()["data"][0]
-                return {"id": str(model["id"]), "root": str(model.get("root") or model["id"])}
-            if reply.status_code in (401, 403):
-                key = "its key was not accepted" if headers else "it needs a key"
-                raise HeadraceError(f"{base_url}: {key}; give it in HEADRACE_API_KEY or by --api-key")
-            problem = f"it answered {reply.status_code}: {reply.text[:200]}"
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        if time.monotonic() >= deadline:
-            raise HeadraceError(f"no server at {base_url}: {problem}")
-        time.sleep(0.25)
+    with client_of(base_url, cacert, 10.0) as client:
+        while True:
+            try:
+                model = models_of(client, base_url, headers)[0]
+                return {"id": model["id"], "root": str(model.get("root") or model["id"])}
+            except NoServerError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.25)
 
 
 async def send(client: httpx.AsyncClient, target: Target, sample: Sample, queue_time: float = 0.0) -> Timeline:
@@ -166,7 +156,8 @@ async def run(
     """
     # No request may wait for the pool: the wait would count as the server's.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.max_concurrency or len(samples))
-    async with httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(target.timeout), trust_env=False) as client:
+    timeout, verify = httpx.Timeout(target.timeout), verification(target.base_url, plan.cacert)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, verify=verify, trust_env=False) as client:
         prompt = samples[0].prompt
         # Token ids backwards: the same prompt would find itself in the server's prefix cache when it is measured.
         warmup = samples[0] if isinstance(prompt, str) else samples[0]._replace(prompt=prompt[::-1])
@@ -209,9 +200,9 @@ def measure_server(
     if plan.temperature is not None:
         extra["temperature"] = plan.temperature
     metadata = dict(_pair(text) for text in plan.metadata or [])
-    base_url = (plan.base_url or f"http://{plan.host}:{plan.port}").rstrip("/")
+    base_url = address_of(plan.base_url or f"http://{plan.host}:{plan.port}")
     headers = authorization(plan.api_key)
-    served = first_model(base_url, headers, plan.ready_check_timeout_sec)
+    served = first_model(base_url, headers, plan.ready_check_timeout_sec, plan.cacert)
     target = Target(
         base_url=base_url,
         endpoint=plan.endpoint or ENDPOINTS[plan.backend],

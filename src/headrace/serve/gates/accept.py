@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import resource
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable
 
@@ -35,14 +37,38 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+HANDSHAKE_S = 10.0
+"""Seconds that a handshake of TLS may take, as a request's headers may."""
+HANDSHAKES = 512
+"""Handshakes that are open at once, at most; a client that comes then is closed out."""
+HANDSHAKES_OF_PEER = 64
+"""Of them those of one address (of an IPv6 network of 64 bits)."""
+
+
+def peer_of(host: str) -> str:
+    """Return the address or network under which the connections of a client are counted."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
+
+
 class Acceptor:
     """One listening socket, which does not block, with the face of an asyncio server. `make` returns the protocol of a
-    new connection."""
+    new connection. With a `context` a connection is known to its protocol when its handshake is done; the bounds on
+    handshakes are those on clients that begin none."""
 
-    def __init__(self, listener: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
-        self._listener, self._make = listener, make
+    def __init__(
+        self, listener: socket.socket, make: Callable[[], asyncio.Protocol], context: ssl.SSLContext | None = None
+    ) -> None:
+        self._listener, self._make, self._context = listener, make, context
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
+        # Open handshakes, by the clients' addresses.
+        self._handshakes: Counter[str] = Counter()
         self._pause: asyncio.TimerHandle | None = None
         # Errors since the last line of the log, by their texts.
         self._errors: Counter[str] = Counter()
@@ -69,9 +95,9 @@ class Acceptor:
         self._loop.add_reader(self._listener, self._take)
 
     def _take(self) -> None:
-        for _ in range(TURN - len(self._opening)):
+        for _ in range(TURN - (0 if self._context else len(self._opening))):
             try:
-                sock, _ = self._listener.accept()
+                sock, address = self._listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
@@ -81,7 +107,14 @@ class Acceptor:
                 self._loop.remove_reader(self._listener)
                 self._pause = self._loop.call_later(PAUSE_S, self._resume)
                 return
-            task = self._loop.create_task(self._open(sock))
+            if self._context is None:
+                task = self._loop.create_task(self._open(sock))
+            else:
+                peer = peer_of(address[0])
+                if len(self._opening) >= HANDSHAKES or self._handshakes[peer] >= HANDSHAKES_OF_PEER:
+                    sock.close()
+                    continue
+                task = self._loop.create_task(self._open_securely(sock, self._context, peer))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
@@ -91,6 +124,19 @@ class Acceptor:
         except OSError as error:
             sock.close()
             self._note(error)
+
+    async def _open_securely(self, sock: socket.socket, context: ssl.SSLContext, peer: str) -> None:
+        self._handshakes[peer] += 1
+        try:
+            await self._loop.connect_accepted_socket(self._make, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_S)
+        except OSError as error:
+            # A client that speaks no TLS, or does not trust the certificate: it may fill no log.
+            sock.close()
+            logger.debug("a handshake failed: %s", error)
+        finally:
+            self._handshakes[peer] -= 1
+            if not self._handshakes[peer]:
+                del self._handshakes[peer]
 
     def _note(self, error: OSError) -> None:
         """Log the error at once, or with those of the next second."""

@@ -26,7 +26,6 @@ import asyncio
 import enum
 import fcntl
 import functools
-import ipaddress
 import logging
 import resource
 import sys
@@ -42,6 +41,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from headrace.engine.links import read_small
 from headrace.serve.errors import CallError, error_response
+from headrace.serve.gates.accept import peer_of
 from headrace.serve.gates.framing import RULES, StrictBuffer
 
 SPARE_FILES = 64
@@ -136,17 +136,6 @@ class Peers:
         return min(RESERVED, max_connections() // 4)
 
 
-def peer_of(host: str) -> str:
-    """Return the address or network under which the connections of a client are counted."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    return str(address.ipv4_mapped or ipaddress.IPv6Network((address, 64), strict=False))
-
-
 class _ProbesOnly:
     """Passes probes to the application and refuses all other calls; closes the connection in either case."""
 
@@ -210,7 +199,7 @@ class Connection(H11Protocol):
         self._review()
 
     def eof_received(self) -> None:
-        self.transport.close()
+        self._close()
         self._review()
 
     def on_response_complete(self) -> None:
@@ -227,6 +216,9 @@ class Connection(H11Protocol):
     def shutdown(self) -> None:
         if not self.transport.is_closing():
             super().shutdown()
+        if self.transport.is_closing() and self.transport.get_extra_info("ssl_object") and not self._unsent():
+            # The end was sent. An idle client may never send its own, for which asyncio would wait.
+            self.transport.abort()
         self._review()
 
     def send_400_response(self, msg: str) -> None:
@@ -265,7 +257,7 @@ class Connection(H11Protocol):
         self._stop()
         self.wait = wait
         if wait is Wait.END:
-            self.transport.close()
+            self._close()
         self._num_unsent = self._unsent()
         self._timer = self.loop.call_later(SECONDS[wait], self._on_time)
 
@@ -291,8 +283,15 @@ class Connection(H11Protocol):
             return False
         return self._num_unsent - self._unsent() < MIN_READ_RATE * SECONDS[Wait.END]
 
+    def _close(self) -> None:
+        # A second time, a transport of TLS would forget what it still has to send.
+        if not self.transport.is_closing():
+            self.transport.close()
+
     def _unsent(self) -> int:
         """Return how many bytes wait for the client, in this process and in the system."""
+        if getattr(self.transport, "_ssl_protocol", self) is None:
+            return 0  # closed twice, by uvicorn; asyncio ends it in the time of a shutdown
         size = self.transport.get_write_buffer_size()
         peer = self.transport.get_extra_info("socket")
         if not size or peer is None:

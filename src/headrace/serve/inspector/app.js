@@ -49,18 +49,19 @@ function Header({ current }) {
     <span class="status" role="status">${state && `${state.model} · `}${status}</span>
     ${overload?.refused && !error && html`<span class="overload" role="alert">overloaded: ${overload.why}; ${overload.refused} are refused</span>`}
     <nav aria-label="Views">
-      ${link("/", "chat", "Chat")}
-      ${link("/#compare", "compare", "Compare")}
-      ${VIEWS.map(([name, title]) => link(`/inspect#${name}`, name, title))}
+      ${link("./", "chat", "Chat")}
+      ${link("./#compare", "compare", "Compare")}
+      ${VIEWS.map(([name, title]) => link(`inspect#${name}`, name, title))}
     </nav>
     <${Theme} />
     ${asksForKey && html`<${Key} error=${error} />`}
   </header>`;
 }
 
-// The views of /, which need no more than a key that infers.
+// The views of the chat's page, which need no more than a key that infers.
 const OWN = { chat: ["Chat", Chat], compare: ["Compare", Compare] };
-const address = () => (location.pathname === "/" ? (location.hash === "#compare" ? "compare" : "chat") : location.hash.slice(1).split("/")[0] || VIEWS[0][0]);
+const own = () => (location.hash === "#compare" ? "compare" : "chat");
+const address = () => (location.pathname.endsWith("/inspect") ? location.hash.slice(1).split("/")[0] || VIEWS[0][0] : own());
 
 function Page() {
   const name = useAddress(address);

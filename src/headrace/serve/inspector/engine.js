@@ -58,6 +58,6 @@ export function Engine({ answer }) {
     <${Blocks} numHeld=${holders.size} numCached=${state.num_blocks_cached} num=${state.num_blocks} />
     ${steps.length > 0 && html`<${Step} step=${steps.at(-1)} mine=${mine} />`}
     <p>${count(holders.size ? [...tables.keys()].filter((seqId) => seqId).length : state.num_running)} running, ${count(state.num_waiting)} waiting</p>
-    <p><a href="/inspect">All of the engine</a></p>
+    <p><a href="inspect">All of the engine</a></p>
   </aside>`;
 }

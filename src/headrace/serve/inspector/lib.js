@@ -53,7 +53,8 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   const headers = apiKey.get() ? { authorization: `Bearer ${apiKey.get()}` } : {};
   const isJson = body !== undefined && !(body instanceof Blob);
   if (isJson) headers["content-type"] = "application/json";
-  const reply = await fetch(path, { method, headers, body: isJson ? JSON.stringify(body) : body, signal });
+  // From the page on: a proxy may have put the server under a path.
+  const reply = await fetch(`.${path}`, { method, headers, body: isJson ? JSON.stringify(body) : body, signal });
   if (reply.ok) return reply;
   const text = await reply.text();
   let [message, code] = [text, null];

@@ -102,7 +102,7 @@ function restyle(node, level) {
 /** Return the element of a formula. Throws what the library says of one that it cannot read. */
 async function typeset(tex, isDisplay) {
   typesetter ??= new Promise((done, fail) => {
-    const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: "/inspector/vendor/katex/katex.css", onload: done, onerror: fail });
+    const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: "inspector/vendor/katex/katex.css", onload: done, onerror: fail });
     document.head.append(style);
   }).then(() => import("./vendor/katex/katex.js"));
   await typesetter;

@@ -11,6 +11,7 @@ import pytest
 from tests.security import rig
 from tests.support.server import HTTP, Live, inproc
 
+from headrace.engine import sessions
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import RequestError
 from headrace.serve.apis.llama_server.slots import Folder
@@ -101,6 +102,20 @@ def test_refusals_name_field_and_bound(saving: Live, action: str, slot: Any, bod
     reply = act(saving, action, slot, **body)
     assert reply.status_code == 400
     assert words in reply.json()["error"]["message"]
+
+
+def test_a_cache_that_no_file_can_hold_is_not_the_files_fault(saving: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    complete(saving)
+    why = "the server runs with --no-enable-prefix-caching"
+
+    # `tests/engine/test_sessions.py` sees the engine of such a server reply so.
+    moved = sessions.SessionMoved(error=why, moves_none=True)
+    monkeypatch.setattr(sessions, "move", lambda core, order: moved)
+    for action in ("save", "restore"):
+        message = act(saving, action, filename="x").json()["error"]["message"]
+        assert message.startswith(f"action: '{action}' is not allowed")
+        assert why in message
+        assert "filename" not in message
 
 
 @pytest.mark.parametrize(

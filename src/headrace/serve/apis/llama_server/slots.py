@@ -180,6 +180,10 @@ class Slots:
         moved = await self._client.orders.give(order, SessionMoved)
         if moved.lacks_room and moved.num_bytes <= share:
             raise DiskFullError
+        action = "restore" if order.restores else "save"
+        if moved.moves_none:
+            raise RequestError("action", action, f"left out, for no file would do: {moved.error}")
         if moved.error:
-            raise RequestError("filename", path.name, f"a session file that can be used: {moved.error}")
+            needed = "a session file that can be used" if order.restores else "a file that can be written"
+            raise RequestError("filename", path.name, f"{needed}: {moved.error}")
         return moved, 1e3 * (time.monotonic() - begin)
