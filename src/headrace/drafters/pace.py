@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,15 @@ F64 = NDArray[np.float64]
 SHARE = (
     0.005  # Greatest share of all time that is spent on tries of the other choice, looks back and decisions to rest.
 )
+LOOK_SHARE = 0.004  # The part of it for looks back, where the drafter has them.
 SPARE = 0.5  # Steps' time that may be saved up for them.
-MARGIN = 1.03  # Drafting must look this much better than none: estimates err by some per cent.
+MARGIN = (
+    1.05  # Drafting must look this much better than none: prices err by some per cent, and the best of many is chosen.
+)
 EVERY = 8  # Steps for which a decision holds: making one takes longer than a look-up.
 SAMPLES = 9  # Measurements that count for one number of rows: enough to outweigh disturbances.
-DOUBT = 1.5  # The first measurement of a number of rows is taken for an accident if it is off by this factor.
+FEW = 3  # Fewer measurements of a number of rows are doubted:
+DOUBT, DOUBT_EVERY = 0.7, 32  # such a price sinks by this factor, once in so many steps.
 WINDOW = 256  # Measurements after which one is forgotten, if there is a newer one: the machine's speed changes.
 CHANGE = 1.25  # Where most measurements are off by this factor, the machine has become slower or faster.
 FADE = 0.95  # Weight of past acceptances at each new draft: the last 20 or so count.
@@ -44,56 +48,79 @@ MAX_REST = 2048  # Most steps between two tries, however much the last one lost.
 MIN_REST = 32  # The same after the first that lost; after the next, eight times as many.
 MAX_LOOK_REST = 128  # The same between two looks back.
 FIRST_LOOKS = 20e-6, 1e-6  # Seconds of a look back, and of the first one for each token, until they are measured.
+FIRST_PLANS = 200e-6, 50e-6  # Seconds of a decision, and of one to go on resting.
+
+
+def believed(price: float, seconds: float) -> float:
+    """Return the new price of an action that took `seconds`. Disturbances make it slower, never faster: a longer time
+    is believed bit by bit."""
+    return min(seconds, 1.25 * price)
 
 
 class Curve:
     """Seconds as a function of a count (rows, sequences), from measurements: straight lines between, never falling.
 
-    `goes_on`: beyond the greatest count the line goes on with the slope of the whole curve. Otherwise it is flat, so
+    `goes_on`: beyond the greatest count the line goes on with the slope from half of it on. Otherwise it is flat, so
     that greater counts are tried."""
 
     def __init__(self, goes_on: bool = False) -> None:
         self._goes_on = goes_on
         self._samples: dict[int, deque[tuple[int, float]]] = {}
-        self._doubted = set[int]()
+        self._values: dict[int, float] = {}
         self._ratios: deque[float] = deque(maxlen=SAMPLES)
-        self._num_added, self._counts, self._seconds = 0, np.zeros(1), np.zeros(1)
+        self._num_added, self._is_drawn, self._counts, self._seconds = 0, True, np.zeros(1), np.zeros(1)
 
     def add(self, count: int, seconds: float) -> None:
         self._num_added += 1
         # Exact below 16, in eighths of a power of two beyond.
         unit = 1 << max(0, count.bit_length() - 4)
         bucket = (count + unit // 2) // unit * unit
-        usual = float(self.at(count))
-        if bucket in self._samples and usual > 0.0:
+        usual = self._values.get(bucket, 0.0)
+        if usual > 0.0:
             self._ratios.append(seconds / usual)
-        elif self._samples and seconds > DOUBT * usual and bucket not in self._doubted:
-            self._doubted.add(bucket)
-            return
-        ratio = sorted(self._ratios)[SAMPLES // 2] if len(self._ratios) == SAMPLES else 1.0
-        if not 1.0 / CHANGE < ratio < CHANGE:
+        if len(self._ratios) == SAMPLES and not 1.0 / CHANGE < (ratio := sorted(self._ratios)[SAMPLES // 2]) < CHANGE:
             for key, samples in self._samples.items():
                 self._samples[key] = deque(((place, value * ratio) for place, value in samples), SAMPLES)
+                self._values[key] *= ratio
             self._ratios.clear()
-        self._samples.setdefault(bucket, deque(maxlen=SAMPLES)).append((self._num_added, seconds))
+        samples = self._samples.setdefault(bucket, deque(maxlen=SAMPLES))
+        samples.append((self._num_added, seconds))
+        recent = sorted(value for place, value in samples if self._num_added - place < WINDOW)
+        # Disturbances make steps slower, never faster: the lower third counts.
+        self._values[bucket], self._is_drawn = recent[len(recent) // 3], False
+
+    def doubt(self) -> None:
+        """Believe less in what was measured once or twice, which may have been an accident, so that it is tried again:
+        such values sink towards the line of those that were measured more often."""
+        firm = [key for key in self._values if len(self._samples[key]) >= FEW]
+        if not firm:
+            return
+        line = self._line(firm)
+        for key in self._values.keys() - set(firm):
+            usual = float(np.interp(key, *line))
+            if key > min(firm) and usual < self._values[key]:
+                self._values[key], self._is_drawn = max(usual, DOUBT * self._values[key]), False
+
+    def _line(self, keys: Iterable[int]) -> F64:
+        """Return the counts and the seconds [2, N] of the line through the values of `keys`."""
+        # More rows never take less time.
         points: list[tuple[int, float]] = []
-        for key in sorted(self._samples, reverse=True):
-            # The latest one stays: without any, each number of rows would look as cheap as the one below it.
-            samples = self._samples[key]
-            recent = sorted(value for place, value in samples if self._num_added - place < WINDOW) or [samples[-1][1]]
-            # Disturbances make steps slower, never faster: the lower third counts, and more rows never take less time.
-            points.append((key, min(recent[len(recent) // 3], points[-1][1] if points else math.inf)))
-        (least, low), (most, high) = points[-1], points[0]
-        if least < most and self._goes_on:
-            points.insert(0, (10 * most, high + 9 * most * (high - low) / (most - least)))
-        self._counts, self._seconds = np.array(points[::-1], np.float64).T
+        for key in sorted(keys, reverse=True):
+            points.append((key, min(self._values[key], points[-1][1] if points else math.inf)))
+        most, high = points[0]
+        half, low = next((point for point in points if 2 * point[0] <= most), points[-1])
+        if half < most and self._goes_on:
+            points.insert(0, (10 * most, high + 9 * most * (high - low) / (most - half)))
+        return np.array(points[::-1], np.float64).T
 
     def knows(self, count: int) -> bool:
         """Whether a count within a fifth of `count` was measured."""
-        return any(abs(key - count) <= count // 5 for key in self._samples)
+        return any(abs(key - count) <= count // 5 for key in self._values)
 
     def at(self, counts: float | NDArray[Any]) -> F64:
         """Return the seconds at each of `counts`; 0 without measurements."""
+        if not self._is_drawn:
+            (self._counts, self._seconds), self._is_drawn = self._line(self._values), True
         return np.asarray(np.interp(counts, self._counts, self._seconds))
 
 
@@ -110,7 +137,7 @@ class Pace:
     def __init__(self, num_drafts: int, num_nodes: int, whole: bool = False, looks_back: bool = False) -> None:
         self.num_drafts, self.num_nodes, self.whole = num_drafts, max(num_nodes, num_drafts), whole
         self.looks_back = looks_back
-        self.step_seconds, self.draft_seconds, self.plan_seconds = Curve(goes_on=True), Curve(), Curve()
+        self.step_seconds, self.draft_seconds = Curve(goes_on=True), Curve()
         # Of each sequence [2, 1 + num_drafts]: how often there was a draft, and the token at each depth was accepted;
         # how often there could be one, and the token was tried since all before it were accepted.
         self._counts = dict[int, F64]()
@@ -120,14 +147,14 @@ class Pace:
         self._past[0, :2] = (0.0, 0.0) if looks_back else (FIRST_WEIGHT, FIRST_WEIGHT * FIRST_RATE)
         self._weight = 1.0 if looks_back else WEIGHT
         # The current decision: its step, the step that ends it, sequences, depths, and speed relative to plain steps.
-        self._step = self._chosen_step = self._until = self._changed_step = self._num_seqs = 0
+        self._step = self._chosen_step = self._until = self._changed_step = self._num_seqs = self._doubt_step = 0
         self.depths, self._known, self._gain = dict[int, int](), frozenset[int](), 1.0
-        self._is_awake = self._is_limited = self._is_plains_turn = False
+        self._is_awake = self._is_limited = self._is_plains_turn = self._was_easy = False
         # Seconds that may be spent on tries, less than 0 where more were spent; the same of looks back; plain steps
         # still to take; seconds lost by the current try, and the most steps to rest after it.
         self._credit, self._look_credit, self._num_plain = 0.0, 0.0, 0
-        self._share = SHARE / 2 if looks_back else SHARE
-        self._look_prices, self._has_hope = list(FIRST_LOOKS), False
+        self._share, self._look_share = (SHARE - LOOK_SHARE, LOOK_SHARE) if looks_back else (SHARE, 0.0)
+        self._look_prices, self._plan_prices, self._has_hope = list(FIRST_LOOKS), list(FIRST_PLANS), False
         self._lost: float | None = None
         self._most_rest = MIN_REST
         self._had_drafts, self._most_rows = False, 0
@@ -149,9 +176,9 @@ class Pace:
             self.step_seconds.add(num_rows, seconds)
         usual = float(self.step_seconds.at(num_seqs))
         if 0.0 < seconds < math.inf:
-            earned = self._share * (num_rested * usual + seconds)
-            self._credit = min(self._credit + earned, SPARE * usual)
-            self._look_credit = min(self._look_credit + earned, SPARE * usual)
+            passed = num_rested * usual + seconds
+            self._credit = min(self._credit + self._share * passed, SPARE * usual)
+            self._look_credit = min(self._look_credit + self._look_share * passed, SPARE * usual)
         if self._lost is not None:
             self._lost += float(self.step_seconds.at(num_seqs + num_draft_rows)) - usual
 
@@ -192,8 +219,7 @@ class Pace:
         it knows the sequence."""
         if 0.0 <= seconds < math.inf:
             unit, is_first = max(1, num_learnt), num_learnt > 0
-            # Disturbances make it slower, never faster: a longer time is believed bit by bit.
-            self._look_prices[is_first] = min(seconds / unit, 1.25 * self._look_prices[is_first])
+            self._look_prices[is_first] = believed(self._look_prices[is_first], seconds / unit)
             self._pay_look(self._look_prices[is_first] * unit)
 
     def drop(self, seq_id: int) -> None:
@@ -231,7 +257,7 @@ class Pace:
         """Whether looks back showed nothing that makes another decision than to rest possible."""
         if not self.looks_back or self._is_awake or self._has_hope or self._lost is not None:
             return False
-        self._num_seqs, self._chosen_step = num_seqs, self._step
+        self._num_seqs, self._chosen_step, self._was_easy = num_seqs, self._step, True
         return True
 
     def plan(self, limits: Sequence[tuple[int, int]], seq_ids: Sequence[int]) -> Mapping[int, int]:
@@ -240,7 +266,11 @@ class Pace:
         num_seqs = len(seq_ids)
         usual = float(self.step_seconds.at(num_seqs))
         has_lost = self._lost is not None and self._end_try()
-        self._has_hope = False
+        self._has_hope = self._was_easy = False
+        if self._step - self._doubt_step >= DOUBT_EVERY:
+            self._doubt_step = self._step
+            self.step_seconds.doubt()
+            self.draft_seconds.doubt()
         self._known, self._num_seqs = frozenset(seq_ids), num_seqs
         was_awake, self.depths = self._is_awake, {}
         hopeful = self._choose(limits, num_seqs) if limits else None
@@ -273,15 +303,14 @@ class Pace:
         if self._is_awake or self._lost is not None or self._num_plain or not self._num_seqs:
             return 0
         if self._chosen_step == self._step:
-            usual = float(self.step_seconds.at(self._num_seqs))
-            self.plan_seconds.add(self._num_seqs, seconds)
-            price = float(self.plan_seconds.at(self._num_seqs))
+            usual, was_easy = float(self.step_seconds.at(self._num_seqs)), self._was_easy
+            price = self._plan_prices[was_easy] = believed(self._plan_prices[was_easy], seconds)
             if self.looks_back:
                 self._pay_look(price)
             else:
                 self._pay(price)
-            credit = self._look_credit if self.looks_back else self._credit
-            num_steps = math.ceil(-credit / (self._share * usual)) if usual > 0.0 else 0
+            credit, share = (self._look_credit, self._look_share) if self.looks_back else (self._credit, self._share)
+            num_steps = math.ceil(-credit / (share * usual)) if usual > 0.0 else 0
             self._until = self._step + min(max(EVERY, num_steps), MAX_REST)
         return max(0, self._until - self._step - 1)
 
@@ -291,7 +320,7 @@ class Pace:
         self._credit = min(self._credit, max(self._credit - seconds, -debt))
 
     def _pay_look(self, seconds: float) -> None:
-        debt = self._share * MAX_LOOK_REST * float(self.step_seconds.at(self._num_seqs))
+        debt = self._look_share * MAX_LOOK_REST * float(self.step_seconds.at(self._num_seqs))
         self._look_credit = min(self._look_credit, max(self._look_credit - seconds, -debt))
 
     def _end_try(self) -> bool:

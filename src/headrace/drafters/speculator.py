@@ -27,10 +27,8 @@ F32 = NDArray[np.float32]
 
 LEAST_KNOWN = 4
 """Known tokens with which a guess about them is compared, at least."""
-MOST_SEEN = 32
+MOST_SEEN = 16
 """Last tokens of a sequence that are looked back at; what came before is no news."""
-NUM_GUESSES = 3
-"""Guesses about them, where all are wrong."""
 
 
 class Outcome(NamedTuple):
@@ -143,10 +141,11 @@ class Speculator:
             return
         contexts = self._contexts(batch, result)
         if contexts:
+            begin = self._now()
             is_behind = self._propose(contexts, result)
             if self.pace is not None:
                 depth = max(context.num_drafts for context in contexts.values())
-                self.pace.drafted(len(contexts), depth, self._now() - start - self._looking, is_behind)
+                self.pace.drafted(len(contexts), depth, self._now() - begin, is_behind)
         elif self.pace is not None:
             result.rest = self.pace.rest(self._now() - start - self._looking)
 
@@ -215,7 +214,8 @@ class Speculator:
                 num_right = next((k for k, token in enumerate(guess) if token != tokens[place + k]), len(guess))
                 pace.foretold(seq_id, len(guess), num_right)
                 self._lengths[seq_id] = place
-                place += max(1 + num_right, num_unseen // NUM_GUESSES)
+                # A wrong guess ends it: the next look begins elsewhere.
+                place = place + 1 + num_right if num_right else len(tokens)
             seconds = self._now() - start
             self._looking += seconds
             pace.looked(num_learnt, seconds)
