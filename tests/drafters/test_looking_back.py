@@ -1,4 +1,4 @@
-"""Adaptive speculation over whole texts: the real `Speculator`, `Pace` and n-gram drafter, with a simulated clock. Steps
+"""Adaptive speculation over whole texts: the real `Speculator`, `Pace` and n-gram drafter, and a simulated clock. Steps
 take the time of a formula by rows, calls of the drafter a fixed time; so the costs and gains are counted."""
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def new_pace(kind: type[Pace] = Pace) -> Pace:
 def speeds(seconds: Seconds, pace: Pace | None, rounds: Sequence[Sequence[list[int]]]) -> tuple[float, Streams]:
     """The tokens per second of rounds of texts, and the streams."""
     streams = Streams(seconds, pace)
-    taken = sum(streams.run(texts) for texts in rounds)
-    return sum(len(text) - PROMPT for texts in rounds for text in texts) / taken, streams
+    num_seconds = sum(streams.run(texts) for texts in rounds)
+    return sum(len(text) - PROMPT for texts in rounds for text in texts) / num_seconds, streams
 
 
 def plain_speed(seconds: Seconds, num: int) -> float:
@@ -199,8 +199,8 @@ def test_text_that_repeats_is_drafted_as_well_as_always(seconds: Seconds, load: 
     plain, always = plain_speed(seconds, load), speeds(seconds, None, rounds[1:])[0]
     streams = Streams(seconds, new_pace())
     streams.run(rounds[0])
-    taken = sum(streams.run(texts) for texts in rounds[1:])
-    speed = 8 * load * ANSWER / taken
+    num_seconds = sum(streams.run(texts) for texts in rounds[1:])
+    speed = 8 * load * ANSWER / num_seconds
     assert speed - plain > 0.95 * (always - plain)
 
 
@@ -239,8 +239,8 @@ def test_one_that_repeats_among_random_ones_is_found(load: int, kind: type[Pace]
 def test_text_that_begins_to_repeat_is_found(load: int) -> None:
     texts = [quoting_text(i, first=48) for i in range(load)]
     _, streams = speeds(rows_to_spare, new_pace(), [[random_text(1000 + i) for i in range(load)], texts])
-    found = [first_draft(streams, seq_id) for seq_id in range(load, 2 * load)]
-    assert all(48 <= place <= 48 + 40 for place in found)
+    places = [first_draft(streams, seq_id) for seq_id in range(load, 2 * load)]
+    assert all(48 <= place <= 48 + 40 for place in places)
 
 
 def test_what_one_request_showed_is_expected_of_the_next() -> None:
