@@ -305,6 +305,6 @@ def test_what_was_measured_once_is_doubted() -> None:
         for _ in range(num):
             curve.add(count, seconds)
     for _ in range(9):
-        curve.doubt()
+        curve.doubt(0.7)
     assert [float(curve.at(count)) for count in (1, 2, 5, 7)] == [1.0, 2.0, 4.0, 4.0]
     assert curve._values[7] == curve._values[5] == 5.0

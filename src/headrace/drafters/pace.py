@@ -46,7 +46,7 @@ LEAST_HOPE = (
 )
 MAX_REST = 2048  # Most steps between two tries, however much the last one lost.
 MIN_REST = 32  # The same after the first that lost; after the next, eight times as many.
-MAX_LOOK_REST = 128  # The same between two looks back.
+MAX_LOOK_REST = 64  # The same between two looks back: repeating text is found within some dozens of tokens.
 FIRST_LOOKS = 20e-6, 1e-6  # Seconds of a look back, and of the first one for each token, until they are measured.
 FIRST_PLANS = 200e-6, 50e-6  # Seconds of a decision, and of one to go on resting.
 
@@ -89,9 +89,9 @@ class Curve:
         # Disturbances make steps slower, never faster: the lower third counts.
         self._values[bucket], self._is_drawn = recent[len(recent) // 3], False
 
-    def doubt(self) -> None:
+    def doubt(self, factor: float) -> None:
         """Believe less in what was measured once or twice, which may have been an accident, so that it is tried again:
-        such values sink towards the line of those that were measured more often."""
+        such values sink by `factor`, down to the line of those that were measured more often."""
         firm = [key for key in self._values if len(self._samples[key]) >= FEW]
         if not firm:
             return
@@ -99,7 +99,7 @@ class Curve:
         for key in self._values.keys() - set(firm):
             usual = float(np.interp(key, *line))
             if key > min(firm) and usual < self._values[key]:
-                self._values[key], self._is_drawn = max(usual, DOUBT * self._values[key]), False
+                self._values[key], self._is_drawn = max(usual, factor * self._values[key]), False
 
     def _line(self, keys: Iterable[int]) -> F64:
         """Return the counts and the seconds [2, N] of the line through the values of `keys`."""
@@ -267,10 +267,10 @@ class Pace:
         usual = float(self.step_seconds.at(num_seqs))
         has_lost = self._lost is not None and self._end_try()
         self._has_hope = self._was_easy = False
-        if self._step - self._doubt_step >= DOUBT_EVERY:
+        if (num_steps := self._step - self._doubt_step) >= DOUBT_EVERY:
             self._doubt_step = self._step
-            self.step_seconds.doubt()
-            self.draft_seconds.doubt()
+            for curve in (self.step_seconds, self.draft_seconds):
+                curve.doubt(DOUBT ** (num_steps / DOUBT_EVERY))
         self._known, self._num_seqs = frozenset(seq_ids), num_seqs
         was_awake, self.depths = self._is_awake, {}
         hopeful = self._choose(limits, num_seqs) if limits else None
