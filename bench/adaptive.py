@@ -2,8 +2,10 @@
 
 Engines without speculation, with adaptive and with constant speculation run the same requests in turns, at each number
 of streams. Answers are forced, so that any weights do: `random` ones repeat nothing, `edit` and `summary` quote their
-prompt, and of `one` a single stream quotes. Beside the ratios of decoding speeds stand counts, which no other work on
-the machine changes: steps, rows, draft tokens, those accepted, rows wasted, steps that asked for drafts.
+prompt, and of `one` a single stream quotes. (A drafter with a model would choose the forced tokens as well, so only
+those that read tokens are measured here; `headrace bench speculate` has the others.) Beside the ratios of decoding
+speeds stand counts, which no other work on the machine changes: steps, rows, draft tokens, those accepted, rows wasted,
+steps that asked for drafts.
 
 MODEL is `builtin`, a folder, or a shape of `bench.compare.shapes`, of which random weights are written to --folder.
 Prints one JSON object, for `bench.record`.
@@ -29,11 +31,12 @@ from headrace.cli.bench.speculate import BatchRun, Text, echoes, run
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.speculation import METHODS, SpeculativeConfig
+from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import ScheduledBatch
 
 KINDS = ("random", "edit", "summary", "one")
 PLAIN, ADAPTIVE, CONSTANT = SIDES = ("plain", "adaptive", "constant")
+METHODS = ("ngram", "suffix")
 COUNTS = ("num_steps", "num_batched_tokens", "num_draft_tokens", "num_accepted_tokens")
 MIN_FREE_TOKENS = 300
 """Token ids below may be bytes and special tokens."""
@@ -144,10 +147,10 @@ def model_of(args: argparse.Namespace) -> str:
     return str(folder)
 
 
-def main() -> None:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.adaptive", description=__doc__)
     parser.add_argument("model", nargs="?", default="builtin")
-    parser.add_argument("--method", default="ngram", choices=list(METHODS))
+    parser.add_argument("--method", default="ngram", choices=METHODS)
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
@@ -157,7 +160,11 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("build/shapes"), help="of the weights of shapes")
-    print(json.dumps(measure(parser.parse_args())))
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    print(json.dumps(measure(arguments())))
 
 
 if __name__ == "__main__":
