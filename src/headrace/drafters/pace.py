@@ -60,11 +60,9 @@ def believed(price: float, seconds: float) -> float:
 class Curve:
     """Seconds as a function of a count (rows, sequences), from measurements: straight lines between, never falling.
 
-    `goes_on`: beyond the greatest count the line goes on with the slope from half of it on. Otherwise it is flat, so
-    that greater counts are tried."""
+    Beyond the greatest count the line goes on with the slope from half of it on."""
 
-    def __init__(self, goes_on: bool = False) -> None:
-        self._goes_on = goes_on
+    def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[int, float]]] = {}
         self._values: dict[int, float] = {}
         self._ratios: deque[float] = deque(maxlen=SAMPLES)
@@ -109,7 +107,7 @@ class Curve:
             points.append((key, min(self._values[key], points[-1][1] if points else math.inf)))
         most, high = points[0]
         half, low = next((point for point in points if 2 * point[0] <= most), points[-1])
-        if half < most and self._goes_on:
+        if half < most:
             points.insert(0, (10 * most, high + 9 * most * (high - low) / (most - half)))
         return np.array(points[::-1], np.float64).T
 
@@ -137,7 +135,7 @@ class Pace:
     def __init__(self, num_drafts: int, num_nodes: int, whole: bool = False, looks_back: bool = False) -> None:
         self.num_drafts, self.num_nodes, self.whole = num_drafts, max(num_nodes, num_drafts), whole
         self.looks_back = looks_back
-        self.step_seconds, self.draft_seconds = Curve(goes_on=True), Curve()
+        self.step_seconds, self.draft_seconds = Curve(), Curve()
         # Of each sequence [2, 1 + num_drafts]: how often there was a draft, and the token at each depth was accepted;
         # how often there could be one, and the token was tried since all before it were accepted.
         self._counts = dict[int, F64]()
@@ -157,7 +155,7 @@ class Pace:
         self._look_prices, self._plan_prices, self._has_hope = list(FIRST_LOOKS), list(FIRST_PLANS), False
         self._lost: float | None = None
         self._most_rest = MIN_REST
-        self._had_drafts, self._most_rows = False, 0
+        self._had_drafts, self._has_drafted, self._most_rows = False, False, 0
 
     def nodes(self, depth: int) -> int:
         """Return the tokens of a draft of some depth, over all branches."""
@@ -201,7 +199,9 @@ class Pace:
         """
         if not 0.0 <= seconds < math.inf:
             return
-        if not is_behind:
+        # The first call finds nothing in the caches, and is no measure.
+        is_first, self._has_drafted = not self._has_drafted, True
+        if not is_behind and not is_first:
             self.draft_seconds.add(num_seqs, seconds / depth)
         if self._lost is not None:
             # Only the usual time counts: neither a disturbed step's nor the time to catch up.
@@ -346,7 +346,7 @@ class Pace:
             chances, rows = chances.sum(axis=1, keepdims=True), rows[:1]
         usual = float(self.step_seconds.at(num_seqs))
         # A sequence whose tokens are not worth the time to look for them is left out.
-        answered, price = rates[:, 0], float(self.draft_seconds.at(1))
+        answered, price = rates[:, 0], float(self.draft_seconds.at(len(limits))) / len(limits)
         chances *= (answered * num_expected * usual >= price * num_seqs)[:, None]
         # A depth is taken after all lesser ones, also where a tree grows unevenly.
         worth = np.minimum.accumulate(chances / rows, axis=1)
