@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -145,7 +146,8 @@ def test_a_release_for_images_drafts_as_its_text_does(tmp_path: Path) -> None:
     (whole / "config.json").write_text(json.dumps(config))
     result = []
     for directory in (text, whole):
-        core = engine(directory, MTP)
+        # Adaptive drafts go by the time of steps.
+        core = engine(directory, msgspec.structs.replace(MTP, adaptive=False))
         result.append((run(core, requests()), core.stats().num_draft_tokens, core.stats().num_accepted_tokens))
         core.close()
     assert result[0] == result[1]

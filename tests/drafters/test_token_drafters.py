@@ -188,6 +188,7 @@ def alive(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> weakref.We
 
 
 def test_an_index_is_extended_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MAX_SEARCHES", 0)
     indexes = alive(ngram, "NGramIndex", monkeypatch)
     drafter = NgramDrafter(2, 5)
     tokens = [*range(5000)]
@@ -204,6 +205,18 @@ def test_an_index_is_extended_and_not_made_again(monkeypatch: pytest.MonkeyPatch
     tokens += [3, 4]
     drafter.propose([context(tokens)])
     assert (len(seen), len(indexes)) == (2, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([0, 1, 256, 257, 2**24]), min_size=1, max_size=40), st.integers(1, 4))
+def test_a_search_finds_what_an_index_finds(tokens: list[int], size: int) -> None:
+    """Also where the bytes of a token look like those of another at an odd place."""
+    index = ngram.NGramIndex(size)
+    for stop in sorted({len(tokens) // 2, len(tokens)} - {0}):
+        index.extend(tokens[:stop])
+        naive = [end for end in range(stop - 1, size - 1, -1) if tokens[end - size : end] == tokens[stop - size : stop]]
+        expected = naive if stop > size else []
+        assert list(index.ends(tokens[:stop])) == list(ngram.found(tokens[:stop], size)) == expected
 
 
 def naive_count(text: list[int], part: list[int]) -> int:

@@ -56,6 +56,10 @@ class Drafter(Protocol):
     """None: the drafter needs tokens alone. (): it needs the target's hidden states after the final norm. Otherwise:
     the residual stream before the layers of these ids (num_layers: after the last), side by side."""
 
+    looks_back: bool = False
+    """Whether a draft depends on tokens alone and takes some microseconds: then guesses about text that is known show
+    at no cost in rows what drafts are worth. Such guesses are asked for with ever more tokens of a sequence, too."""
+
     def observe(self, seq_id: int, start: int, token_ids: list[int], features: F32) -> None:
         """Take in the target's `features` [len(token_ids), F] of positions `start` ... of a sequence, whose tokens are
         `token_ids`. The array is valid until this returns. Called only for drafters that need features, without the

@@ -33,7 +33,9 @@ def make_speculator(
     """Make the `Speculator`, which the runner calls."""
     return Speculator(
         drafter,
-        Pace(spec.num_drafts, spec.num_nodes, whole=spec.method == "lookahead") if spec.adaptive else None,
+        Pace(spec.num_drafts, spec.num_nodes, spec.method == "lookahead", drafter.looks_back)
+        if spec.adaptive
+        else None,
         vocab_size=target.vocab_size,
         num_drafts=spec.num_drafts,
         num_nodes=spec.num_nodes,

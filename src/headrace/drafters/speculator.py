@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 F32 = NDArray[np.float32]
 
+LEAST_KNOWN = 4
+"""Known tokens with which a guess about them is compared, at least."""
+MOST_SEEN = 16
+"""Last tokens of a sequence that are looked back at; what came before is no news."""
+
 
 class Outcome(NamedTuple):
     """The outcome of a draft's verification; see `Drafter.verified`."""
@@ -100,7 +105,7 @@ class Speculator:
         self._proposals: dict[int, tuple[list[int], F32 | None]] = {}
         # Length of each sequence at its last draft: after more new tokens than a step gives, drafters have to catch up.
         self._lengths: dict[int, int] = {}
-        self._start = 0.0
+        self._start = self._looking = 0.0
 
     def begin_step(self, batch: ScheduledBatch) -> StepRecord:
         """Begin a step, before the model runs `batch`. Returns the record that the runner fills in."""
@@ -136,12 +141,13 @@ class Speculator:
             return
         contexts = self._contexts(batch, result)
         if contexts:
-            num_made, is_behind = self._propose(contexts, result)
+            begin = self._now()
+            is_behind = self._propose(contexts, result)
             if self.pace is not None:
                 depth = max(context.num_drafts for context in contexts.values())
-                self.pace.drafted(len(contexts), num_made, depth, self._now() - start, is_behind)
+                self.pace.drafted(len(contexts), depth, self._now() - begin, is_behind)
         elif self.pace is not None:
-            result.rest = self.pace.rest(self._now() - start)
+            result.rest = self.pace.rest(self._now() - start - self._looking)
 
     def close(self) -> None:
         """Free the memory. May be called twice."""
@@ -152,32 +158,67 @@ class Speculator:
 
     def _contexts(self, batch: ScheduledBatch, result: StepResult) -> dict[int, Context]:
         """Return the contexts of the chunks to draft for, by chunk, each as deep as the pace decides."""
-        new_tokens: dict[int, list[int]] = {}
+        pace, self._looking = self.pace, 0.0
+        depths = pace.current(batch.seq_ids) if pace is not None else None
+        chunk_ids = [i for i in batch.histories if result.token_ids[i] >= 0 and batch.params[i].speculation]
+        is_due = pace is not None and depths is None
+        if pace is not None and is_due and pace.looks_back:
+            self._look_back(batch, result, [i for i in chunk_ids if batch.seq_ids[i] not in pace.depths])
+            if pace.stays_asleep(len(batch)):
+                return {}
         limits: dict[int, int] = {}
-        for i, token_id in enumerate(result.token_ids):
-            if token_id >= 0 and i in batch.histories and batch.params[i].speculation:
-                new_tokens[i] = [token_id, *result.read(i).further, *result.read(i).forced]
-                num_tokens = len(batch.histories[i]) + len(new_tokens[i])
-                most = self._most_accepted(batch.params[i], num_tokens, batch.num_prompts[i], new_tokens[i][-1])
+        for i in chunk_ids:
+            if depths is None or batch.seq_ids[i] in depths:
+                further = _further(result, i)
+                num_tokens = len(batch.histories[i]) + len(further)
+                most = self._most_accepted(batch.params[i], num_tokens, batch.num_prompts[i], further[-1])
                 if most > 0:
                     limits[i] = min(self.num_drafts, most)
-        depths = list(limits.values())
-        if self.pace is not None:
-            depths = self.pace.plan([(batch.seq_ids[i], most) for i, most in limits.items()], len(batch))
+        if pace is not None and is_due:
+            depths = pace.plan([(batch.seq_ids[i], most) for i, most in limits.items()], batch.seq_ids)
         contexts: dict[int, Context] = {}
-        for i, depth in zip(limits, depths, strict=True):
+        for i, most in limits.items():
+            depth = most if depths is None else min(most, depths.get(batch.seq_ids[i], 0))
             if depth > 0:
-                num_nodes = self.num_nodes if self.pace is None else min(self.num_nodes, self.pace.nodes(depth))
-                contexts[i] = Context(
-                    seq_id=batch.seq_ids[i],
-                    tokens=[*batch.histories[i], *new_tokens[i]],
-                    num_prompt=batch.num_prompts[i],
-                    params=batch.params[i],
-                    num_drafts=depth,
-                    num_nodes=max(depth, num_nodes),
-                    state=result.read(i).state,
-                )
+                num_nodes = self.num_nodes if pace is None else min(self.num_nodes, pace.nodes(depth))
+                tokens = [*batch.histories[i], *_further(result, i)]
+                contexts[i] = self._context(batch, i, tokens, depth, max(depth, num_nodes), result.read(i).state)
         return contexts
+
+    def _context(
+        self, batch: ScheduledBatch, i: int, tokens: list[int], depth: int, num_nodes: int, state: float | None = None
+    ) -> Context:
+        return Context(batch.seq_ids[i], tokens, batch.num_prompts[i], batch.params[i], depth, num_nodes, state)
+
+    def _look_back(self, batch: ScheduledBatch, result: StepResult, chunk_ids: list[int]) -> None:
+        """Have guesses made about text that is known by now, which costs no row, as long as the pace has time for it.
+        Sequences with the most text that was not looked at come first."""
+        pace, unseen = self.pace, dict[int, int]()
+        for i in chunk_ids:
+            seen = max(batch.num_prompts[i], self._lengths.get(batch.seq_ids[i], 0))
+            num_unseen = len(batch.histories[i]) + 1 - seen
+            if num_unseen >= LEAST_KNOWN:
+                unseen[i] = num_unseen
+        for i in sorted(unseen, key=unseen.__getitem__, reverse=True):
+            if pace is None or not pace.may_look:
+                return
+            start, seq_id, num_unseen = self._now(), batch.seq_ids[i], min(unseen[i], MOST_SEEN)
+            tokens = [*batch.histories[i], *_further(result, i)]
+            place = len(tokens) - num_unseen
+            num_learnt = 0 if seq_id in self._lengths else place
+            while place + LEAST_KNOWN <= len(tokens):
+                context = self._context(batch, i, tokens[:place], self.num_drafts, self.num_drafts)
+                [draft] = self.drafter.propose([context])
+                path = draft.paths()[0] if draft.token_ids else []
+                guess = [draft.token_ids[node] for node in path[: len(tokens) - place]]
+                num_right = next((k for k, token in enumerate(guess) if token != tokens[place + k]), len(guess))
+                pace.foretold(seq_id, len(guess), num_right)
+                self._lengths[seq_id] = place
+                # A wrong guess ends it: the next look begins elsewhere.
+                place = place + 1 + num_right if num_right else len(tokens)
+            seconds = self._now() - start
+            self._looking += seconds
+            pace.looked(num_learnt, seconds)
 
     def _most_accepted(self, params: SamplingParams, num_tokens: int, num_prompt: int, last: int) -> int:
         """Return how many draft tokens could be accepted after `num_tokens`; 0 for a sequence that ends here."""
@@ -190,16 +231,16 @@ class Speculator:
         most = params.max_tokens or self._max_model_len
         return min(self._max_model_len - num_tokens, most - num_generated) - 1
 
-    def _propose(self, contexts: dict[int, Context], result: StepResult) -> tuple[int, bool]:
-        """Draft for `contexts` (by chunk). Return the number of drafts that are not empty, and whether the drafter had
-        more to catch up with than a step gives."""
-        is_behind, num_made = False, 0
+    def _propose(self, contexts: dict[int, Context], result: StepResult) -> bool:
+        """Draft for `contexts` (by chunk). Return whether the drafter had more to catch up with than a step gives."""
+        is_behind = False
         drafts = self.drafter.propose(list(contexts.values()))
         for (i, context), draft in zip(contexts.items(), drafts, strict=True):
             seq_id, num_tokens = context.seq_id, len(context.tokens)
             is_behind |= num_tokens > self._lengths.get(seq_id, 0) + self.num_drafts + 1
             self._lengths[seq_id] = num_tokens
-            num_made += bool(draft.token_ids)
+            if self.pace is not None:
+                self.pace.answered(seq_id, bool(draft.token_ids))
             probs = self._take_probs(seq_id) if self._take_probs is not None else None
             reason = self._why_unsound(context, draft, probs)
             if reason:
@@ -209,7 +250,7 @@ class Speculator:
                 result.row(i).draft = draft
                 if self._take_probs is not None:
                     self._proposals[seq_id] = draft.token_ids, probs
-        return num_made, is_behind
+        return is_behind
 
     def _why_unsound(self, context: Context, draft: Draft, probs: F32 | None) -> str:
         """Return why a draft cannot be verified, or "". That is a fault of the drafter, not of the sequence."""
@@ -225,3 +266,9 @@ class Speculator:
         if probs is not None and probs.shape != (num, self._vocab_size):
             return f"probabilities of shape {probs.shape} for {num} tokens of {self._vocab_size}"
         return ""
+
+
+def _further(result: StepResult, i: int) -> list[int]:
+    """Return the tokens that a step adds to chunk i's sequence, of which one was sampled."""
+    row = result.read(i)
+    return [result.token_ids[i], *row.further, *row.forced]

@@ -114,6 +114,8 @@ class SuffixDrafter(Drafter):
     `min_share` of the branches. `num_cached_requests`: finished ones whose answers help others.
     """
 
+    looks_back = True
+
     def __init__(self, max_match: int, factor: float, min_share: float, num_cached_requests: int) -> None:
         self._max_match = max_match
         self._factor = factor
