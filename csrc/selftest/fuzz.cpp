@@ -217,11 +217,14 @@ void narrow_add(const void* raw, HrTask* task) {
 
 void greedy_add(const void*, HrTask* task) { ((char*)task->scratch)[HR_SCRATCH_BYTES] = 1; }
 
-/* Runs a fault in another process; true if the sanitizers or the comparison notice it. */
+/* Runs a fault in another process, by the emulator that HEADRACE_EMULATOR names, if it does; true if the sanitizers or the
+ * comparison notice it. */
 bool noticed(const std::string& name) {
     char program[4096] = {};
     if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) return false;
-    FILE* output = popen(("'" + std::string(program) + "' planted " + name + " 2>&1").c_str(), "r");
+    const char* emulator = getenv("HEADRACE_EMULATOR");
+    const std::string first = emulator ? std::string(emulator) + " " : "";
+    FILE* output = popen((first + "'" + std::string(program) + "' planted " + name + " 2>&1").c_str(), "r");
     if (!output) return false;
     std::string text;
     char part[4096];
