@@ -181,7 +181,7 @@ wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fr
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
 
-wheel-arm: $(STAMP)  ## the same for AArch64, cross-compiled: its file is checked, it is not tried
+wheel-arm: $(STAMP)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --arm $(ARGS) $(PYTHONS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
