@@ -130,7 +130,9 @@ def main() -> int:
         shutil.copyfile(wheel, DIST / wheel.name)
         built[wheel.name] = digest, inside
         print(f"{digest}  dist/{wheel.name}")
-    (DIST / "headrace.provenance.json").write_text(statement(built, sources(), time) + "\n", encoding="utf-8")
+    name, prefix = ("headrace.aarch64", ARM) if args.arm else ("headrace", "")
+    text = statement(built, sources(), time, prefix)
+    (DIST / f"{name}.provenance.json").write_text(text + "\n", encoding="utf-8")
     return 0
 
 
