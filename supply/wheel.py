@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -71,7 +72,7 @@ def cross(python: Path) -> dict[str, str]:
 def check_machine(wheel: Path, folder: Path) -> None:
     """The extension is of AArch64, and so does the wheel's name say. Raises `SystemExit`."""
     with zipfile.ZipFile(wheel) as archive:
-        [name] = (name for name in archive.namelist() if name.startswith("headrace/_native."))
+        [name] = (name for name in archive.namelist() if re.fullmatch(r"headrace/_native\..*so", name))
         path = archive.extract(name, folder)
     machine = subprocess.run([f"{ARM}readelf", "-h", path], capture_output=True, text=True, check=True).stdout
     if "AArch64" not in machine or not wheel.name.endswith("_aarch64.whl"):
