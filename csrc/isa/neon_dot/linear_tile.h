@@ -41,36 +41,39 @@ HR_INLINE void begin(I* c, const int32_t* start) {
             c[r] = iset1(start[r]);
         } else if (r % 2 == 0) {
             const int32x2_t both = vld1_s32(start + r);
-            HR_QUARTERS c[r].v[i] = c[r + 1].v[i] = vcombine_s32(both, both);
+            HR_QUARTERS(c[r].v[i] = c[r + 1].v[i] = vcombine_s32(both, both))
         }
     }
 }
 
-/* Adds the products of an oct, whose two quads of inputs are `first` and `second`, with rows of eight inputs. */
-template <int R>
-HR_INLINE void add_oct(I* c, I first, I second, const int8_t* rows) {
-    HR_QUARTERS {
-        const int8x16_t x = vreinterpretq_s8_s32(first.v[i]), y = vreinterpretq_s8_s32(second.v[i]);
-        const int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(first.v[i], second.v[i]));
-        const int8x16_t high = vreinterpretq_s8_s32(vzip2q_s32(first.v[i], second.v[i]));
-        HR_ROWS {
-            if (!in_squares<R>(r)) {
-                const int8x8_t a = vld1_s8(rows + 8 * r);
-                c[r].v[i] = dot4<1>(dot4<0>(c[r].v[i], x, a), y, a);
-            } else if (r % 2 == 0) {
-                const int8x16_t pair = vld1q_s8(rows + 8 * r);
-                c[r].v[i] = square(c[r].v[i], low, pair), c[r + 1].v[i] = square(c[r + 1].v[i], high, pair);
-            }
+/* Adds the products of quarter i of an oct, whose two quads of inputs are `first` and `second`, with rows of eight inputs. */
+template <int R, int i>
+HR_INLINE void add_quarter(I* c, I first, I second, const int8_t* rows) {
+    const int8x16_t x = vreinterpretq_s8_s32(first.v[i]), y = vreinterpretq_s8_s32(second.v[i]);
+    const int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(first.v[i], second.v[i]));
+    const int8x16_t high = vreinterpretq_s8_s32(vzip2q_s32(first.v[i], second.v[i]));
+    HR_ROWS {
+        if (!in_squares<R>(r)) {
+            const int8x8_t a = vld1_s8(rows + 8 * r);
+            c[r].v[i] = dot4<1>(dot4<0>(c[r].v[i], x, a), y, a);
+        } else if (r % 2 == 0) {
+            const int8x16_t pair = vld1q_s8(rows + 8 * r);
+            c[r].v[i] = square(c[r].v[i], low, pair), c[r + 1].v[i] = square(c[r + 1].v[i], high, pair);
         }
     }
+}
+template <int R>
+HR_INLINE void add_oct(I* c, I first, I second, const int8_t* rows) {
+    HR_QUARTERS(add_quarter<R, i>(c, first, second, rows);)
 }
 
 /* c[r] becomes the row r. */
 template <int R>
 HR_INLINE void end(I* c) {
-    HR_ROWS if (in_squares<R>(r) && r % 2 == 0) HR_QUARTERS {
-        const int32x4_t x = c[r].v[i], y = c[r + 1].v[i];
-        c[r].v[i] = vuzp1q_s32(x, y), c[r + 1].v[i] = vuzp2q_s32(x, y);
+    HR_ROWS {
+        if (in_squares<R>(r) && r % 2 == 0)
+            HR_QUARTERS(const int32x4_t x = c[r].v[i], y = c[r + 1].v[i];
+                        c[r].v[i] = vuzp1q_s32(x, y), c[r + 1].v[i] = vuzp2q_s32(x, y))
     }
 }
 
@@ -108,7 +111,7 @@ HR_INLINE void open_oct(const uint8_t* w, int8x16_t book, I& first, I& second) {
     }
 }
 
-HR_INLINE void store_lines(void* p, I x) { HR_QUARTERS vst1q_u8((uint8_t*)p + 16 * i, vreinterpretq_u8_s32(x.v[i])); }
+HR_INLINE void store_lines(void* p, I x) { HR_QUARTERS(vst1q_u8((uint8_t*)p + 16 * i, vreinterpretq_u8_s32(x.v[i]))) }
 
 /* Scales and minima of 6 bits as bytes (isa/linear_layout.h). */
 template <int64_t subs>

@@ -7,13 +7,19 @@
 namespace HR_NS {
 
 #define HR_INLINE static inline __attribute__((always_inline))
-#define HR_QUARTERS _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
-/* The value of an expression of i, for each of the four registers. */
-#define HR_FOUR(type, ...)                    \
-    {                                         \
-        type r;                               \
-        HR_QUARTERS r.v[i] = __VA_ARGS__;     \
-        return r;                             \
+/* An expression of i, or a statement, for each of the four registers: written out, as loops take the compiler minutes. */
+#define HR_AT(n, ...)    \
+    {                    \
+        enum { i = n };  \
+        __VA_ARGS__;     \
+    }
+#define HR_QUARTERS(...) \
+    { HR_AT(0, __VA_ARGS__) HR_AT(1, __VA_ARGS__) HR_AT(2, __VA_ARGS__) HR_AT(3, __VA_ARGS__) }
+#define HR_FOUR(type, ...)                   \
+    {                                        \
+        type r;                              \
+        HR_QUARTERS(r.v[i] = __VA_ARGS__)    \
+        return r;                            \
     }
 
 struct V { float32x4_t v[4]; };
@@ -27,7 +33,7 @@ HR_INLINE M first_n(int64_t n) {
 HR_INLINE V set1(float x) HR_FOUR(V, vdupq_n_f32(x))
 HR_INLINE V zero() { return set1(0.0f); }
 HR_INLINE V load(const float* p) HR_FOUR(V, vld1q_f32(p + 4 * i))
-HR_INLINE void store(float* p, V x) { HR_QUARTERS vst1q_f32(p + 4 * i, x.v[i]); }
+HR_INLINE void store(float* p, V x) { HR_QUARTERS(vst1q_f32(p + 4 * i, x.v[i])) }
 HR_INLINE V load_n(const float* p, int64_t n) {
     if (n == 16) return load(p);
     float t[16] = {0};
@@ -112,13 +118,13 @@ HR_SOME(V, load_e5m2, uint8_t)
 HR_SOME(I, load_u8, uint8_t)
 #undef HR_SOME
 
-HR_INLINE void store_f16(uint16_t* p, V x) { HR_QUARTERS vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i]))); }
+HR_INLINE void store_f16(uint16_t* p, V x) { HR_QUARTERS(vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])))) }
 HR_INLINE uint16x4_t narrow_bf16(float32x4_t f) {
     const uint32x4_t x = vreinterpretq_u32_f32(f), lsb = vandq_u32(vshrq_n_u32(x, 16), vdupq_n_u32(1));
     const uint32x4_t r = vaddq_u32(x, vaddq_u32(lsb, vdupq_n_u32(0x7fff))), quiet = vorrq_u32(x, vdupq_n_u32(0x400000));
     return vshrn_n_u32(vbslq_u32(vceqq_f32(f, f), r, quiet), 16);
 }
-HR_INLINE void store_bf16(uint16_t* p, V x) { HR_QUARTERS vst1_u16(p + 4 * i, narrow_bf16(x.v[i])); }
+HR_INLINE void store_bf16(uint16_t* p, V x) { HR_QUARTERS(vst1_u16(p + 4 * i, narrow_bf16(x.v[i]))) }
 HR_INLINE void store_f16_n(uint16_t* p, V x, int64_t n) {
     uint16_t t[16];
     store_f16(t, x);
@@ -158,7 +164,7 @@ HR_INLINE V as_floats(I x) HR_FOUR(V, vreinterpretq_f32_s32(x.v[i]))
 /* By bytes, of a table of 64: four times the index, and the numbers 0 to 3. */
 HR_INLINE V look_up(V table, I index) {
     uint8x16x4_t bytes;
-    HR_QUARTERS bytes.val[i] = vreinterpretq_u8_f32(table.v[i]);
+    HR_QUARTERS(bytes.val[i] = vreinterpretq_u8_f32(table.v[i]))
     const uint32x4_t four = vdupq_n_u32(0x04040404), upwards = vdupq_n_u32(0x03020100), low = vdupq_n_u32(15);
     HR_FOUR(V, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(vmlaq_u32(
                    upwards, vandq_u32(vreinterpretq_u32_s32(index.v[i]), low), four)))))
