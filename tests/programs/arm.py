@@ -48,7 +48,7 @@ def build() -> None:
 
 
 def run(cpu: str, *words: str) -> str:
-    """The output of the self-test as that processor runs it; its exit is told by what it prints."""
+    """The output of the self-test as that processor runs it. Raises `SystemExit` where it fails."""
     program = emulator()
     assert program is not None
     # The emulator has no ptrace, with which leaks are looked for. Faults are planted in processes of their own.

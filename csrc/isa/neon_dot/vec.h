@@ -146,7 +146,11 @@ HR_INLINE I izero() { return iset1(0); }
 HR_INLINE I iand(I x, I y) HR_FOUR(I, vandq_s32(x.v[i], y.v[i]))
 HR_INLINE I ior(I x, I y) HR_FOUR(I, vorrq_s32(x.v[i], y.v[i]))
 HR_INLINE I ixor(I x, I y) HR_FOUR(I, veorq_s32(x.v[i], y.v[i]))
-HR_INLINE I iadd(I x, I y) HR_FOUR(I, vaddq_s32(x.v[i], y.v[i]))
+/* arm_neon.h adds signed numbers as C does, where an overflow is undefined. */
+HR_INLINE int32x4_t wrapping_add(int32x4_t x, int32x4_t y) {
+    return vreinterpretq_s32_u32(vaddq_u32(vreinterpretq_u32_s32(x), vreinterpretq_u32_s32(y)));
+}
+HR_INLINE I iadd(I x, I y) HR_FOUR(I, wrapping_add(x.v[i], y.v[i]))
 template <int n> HR_INLINE I shift_left(I x) HR_FOUR(I, vshlq_n_s32(x.v[i], n))
 template <int n> HR_INLINE I shift_signed(I x) HR_FOUR(I, vshrq_n_s32(x.v[i], n))
 template <int n> HR_INLINE I shift_right(I x) {
@@ -169,7 +173,9 @@ HR_INLINE V look_up(V table, I index) {
     HR_FOUR(V, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(vmlaq_u32(
                    upwards, vandq_u32(vreinterpretq_u32_s32(index.v[i]), low), four)))))
 }
-HR_INLINE int32_t ihsum(I x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]))); }
+HR_INLINE int32_t ihsum(I x) {
+    return vaddvq_s32(wrapping_add(wrapping_add(x.v[0], x.v[1]), wrapping_add(x.v[2], x.v[3])));
+}
 HR_INLINE void store_i8(int8_t* p, I x) {
     const int16x8_t low = vcombine_s16(vqmovn_s32(x.v[0]), vqmovn_s32(x.v[1]));
     const int16x8_t high = vcombine_s16(vqmovn_s32(x.v[2]), vqmovn_s32(x.v[3]));
