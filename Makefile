@@ -23,7 +23,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -140,6 +140,9 @@ native-test: $(SERVING)  ## the operators of every ISA against scalar, in C++ al
 	$(BIN)/cmake --build $(TESTED)$(SANITIZE:%=-%)
 	$(TESTED)$(SANITIZE:%=-%)/selftest
 
+native-test-arm: $(STAMP)  ## the same of AArch64, cross-compiled and emulated, and random shapes (ARGS=COUNT)
+	$(BIN)/python -m tests.programs.arm $(ARGS)
+
 fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="COUNT SEED FIRST"); counts in bench/results
 	$(TOOLS) cmake -S . -B $(TESTED) -G Ninja -DHEADRACE_SELFTEST=ON >/dev/null
 	$(BIN)/cmake --build $(TESTED)
@@ -177,6 +180,9 @@ check-install: $(STAMP)  ## let pip resolve all extras for every Python and mach
 wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fresh environment, and its bill of materials
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
+
+wheel-arm: $(STAMP)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --arm $(ARGS) $(PYTHONS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
 	test -x $(LOCKER)/bin/uv || { $(BIN)/python -m venv $(LOCKER) && $(LOCKER)/bin/python -m pip install --quiet $(PIP_ARGS) uv==0.13.9; }

@@ -1,7 +1,7 @@
 /* Whether the tile instructions of AMX run here: the processor's and the system's word for it is not enough. */
 #include "include/dispatch.h"
 
-#if defined(__linux__) && defined(__x86_64__)
+#if defined(__linux__)
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>

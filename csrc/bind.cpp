@@ -66,12 +66,13 @@ vector<string> isas() {
 std::map<string, bool> named(uint64_t bits) {
     return {{"avx2", bits & HR_CPU_AVX2},         {"avx512", bits & HR_CPU_AVX512},
             {"avx512_vnni", bits & HR_CPU_VNNI512}, {"avx_vnni", bits & HR_CPU_AVX_VNNI},
-            {"amx_int8", bits & HR_CPU_AMX_INT8}};
+            {"amx_int8", bits & HR_CPU_AMX_INT8},   {"dotprod", bits & HR_CPU_DOTPROD},
+            {"i8mm", bits & HR_CPU_I8MM}};
 }
 
 std::map<string, bool> decide(uint32_t leaf1_ecx, uint32_t leaf7_ebx, uint32_t leaf7_ecx, uint32_t leaf7_edx,
-                              uint32_t leaf7_1_eax, uint64_t xcr0) {
-    return named(hr::decide({leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax, xcr0}));
+                              uint32_t leaf7_1_eax, uint64_t xcr0, uint64_t hwcap, uint64_t hwcap2) {
+    return named(hr::decide({leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax, xcr0, hwcap, hwcap2}));
 }
 
 std::map<string, string> served(const string& isa) {
@@ -209,7 +210,8 @@ NB_MODULE(_native, module) {
     module.def("schema", schema);
     module.def("isas", isas);
     module.def("features", [] { return named(hr::features()); });
-    module.def("decide", decide, "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_edx"_a, "leaf7_1_eax"_a, "xcr0"_a);
+    module.def("decide", decide, "leaf1_ecx"_a, "leaf7_ebx"_a, "leaf7_ecx"_a, "leaf7_edx"_a, "leaf7_1_eax"_a, "xcr0"_a,
+               "hwcap"_a, "hwcap2"_a);
     module.def("served", served, "isa"_a = "");
     module.def("set_isa", hr::set_isa, "isa"_a);
     module.def("num_threads", hr::num_threads);

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #define HR_DECLARE_TABLE(isa) extern "C" const HrKernelTable* hr_kernels_##isa(void);
@@ -24,8 +26,12 @@ uint64_t decide(const CpuWords& words) {
     bool os_avx512 = os_avx && (words.xcr0 & 0xe0) == 0xe0;
     bool os_amx = xsave && (words.xcr0 & 0x60000) == 0x60000;
 
+    /* AArch64: the system's word, in the places of Linux's <asm/hwcap.h>, which other processors' systems lack. */
     uint64_t bits = 0;
-    if (!os_avx || !all(words.leaf1_ecx, bit(28) | bit(12) | bit(29)) || !all(words.leaf7_ebx, bit(5))) return 0;
+    if (words.hwcap >> 20 & 1) bits |= HR_CPU_DOTPROD;
+    if ((bits & HR_CPU_DOTPROD) && words.hwcap2 >> 13 & 1) bits |= HR_CPU_I8MM;
+
+    if (!os_avx || !all(words.leaf1_ecx, bit(28) | bit(12) | bit(29)) || !all(words.leaf7_ebx, bit(5))) return bits;
     bits |= HR_CPU_AVX2;
     if (os_avx512 && all(words.leaf7_ebx, bit(16) | bit(17) | bit(30) | bit(31))) bits |= HR_CPU_AVX512;
     if ((bits & HR_CPU_AVX512) && all(words.leaf7_ecx, bit(11))) bits |= HR_CPU_VNNI512;
@@ -48,14 +54,19 @@ CpuWords read_cpu() {
         __asm__ volatile("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
         words.xcr0 = (uint64_t)d << 32 | a;
     }
+#elif defined(__aarch64__) && defined(__linux__)
+    words.hwcap = getauxval(AT_HWCAP), words.hwcap2 = getauxval(AT_HWCAP2);
 #endif
     return words;
 }
 
 uint64_t features() {
     static const uint64_t bits = [] {
-        const uint64_t said = decide(read_cpu());
-        return said & HR_CPU_AMX_INT8 && !amx_runs() ? said & ~(uint64_t)HR_CPU_AMX_INT8 : said;
+        uint64_t said = decide(read_cpu());
+#if defined(__x86_64__)
+        if (said & HR_CPU_AMX_INT8 && !amx_runs()) said &= ~(uint64_t)HR_CPU_AMX_INT8;
+#endif
+        return said;
     }();
     return bits;
 }

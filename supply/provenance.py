@@ -52,15 +52,17 @@ def dependencies(sources: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def statement(wheels: Mapping[str, tuple[str, Path]], sources: Sequence[str], time: str) -> str:
+def statement(wheels: Mapping[str, tuple[str, Path]], sources: Sequence[str], time: str, cross: str = "") -> str:
     """The JSON of the statement.
 
     Args:
         wheels: SHA-256 of each wheel and the interpreter that built it, by file name.
         sources: files that were copied into the build, relative to the repository.
         time: SOURCE_DATE_EPOCH of the build.
+        cross: what the names of a cross compiler's tools begin with.
     """
-    compiler = os.environ.get("CXX") or "c++"
+    compiler = f"{cross}g++" if cross else os.environ.get("CXX") or "c++"
+    libc = ("dpkg-query", "--show", "libc6-arm64-cross") if cross else ("ldd", "--version")
     pythons = [output(str(python), "-VV") for _, python in wheels.values()]
     return json.dumps(
         {
@@ -74,8 +76,8 @@ def statement(wheels: Mapping[str, tuple[str, Path]], sources: Sequence[str], ti
                     "internalParameters": {
                         "interpreters": pythons,
                         "compiler": output(compiler, "--version"),
-                        "linker": output("ld", "--version"),
-                        "libc": output("ldd", "--version"),
+                        "linker": output(f"{cross}ld", "--version"),
+                        "libc": output(*libc),
                     },
                     "resolvedDependencies": dependencies(sources),
                 },

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int VECTORS = HR_PANEL_F / HR_LANES;
 /* Rows of a tile at most, and how many vectors of outputs go with so many rows: the sums fill the registers. */
-#ifdef HR_ISA_AVX2
+#if defined(HR_ISA_AVX2) || defined(HR_ISA_NEON_DOT)
 constexpr int TILE = 6;
 constexpr int vectors_of(int rows) { return rows == 1 ? VECTORS : 1; }
 #else

@@ -11,10 +11,11 @@
 
 namespace hr {
 
-/* What the processor and the operating system say, as it was read. Zeros where there is no such leaf. */
+/* What the processor and the operating system say, as it was read. Zeros where there is no such leaf, or another processor. */
 struct CpuWords {
     uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, leaf7_1_eax;
     uint64_t xcr0;
+    uint64_t hwcap, hwcap2; /* of AArch64 */
 };
 
 /* HR_CPU_* bits: a feature counts only if the system also saves the registers that it needs. */

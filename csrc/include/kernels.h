@@ -371,7 +371,9 @@ enum {
     HR_CPU_AVX512 = 1 << 1,   /* F, BW, DQ, VL */
     HR_CPU_VNNI512 = 1 << 2,
     HR_CPU_AVX_VNNI = 1 << 3,
-    HR_CPU_AMX_INT8 = 1 << 4
+    HR_CPU_AMX_INT8 = 1 << 4,
+    HR_CPU_DOTPROD = 1 << 5,
+    HR_CPU_I8MM = 1 << 6
 };
 
 /* One for each ISA. A NULL entry is inherited from the table before it; scalar has none. */

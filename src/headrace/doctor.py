@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PACKAGES = ("numpy", "tokenizers", "huggingface_hub", "starlette", "uvicorn", "msgspec", "torch")
-# The flags of /proc/cpuinfo that kernels can use; the rest is left out.
+# The flags of /proc/cpuinfo that kernels can use; the rest is left out. asimddp is what ARM calls dotprod.
 CPU_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512_fp16 "
-    "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve"
+    "amx_tile amx_int8 amx_bf16 asimd asimddp i8mm bf16 sve svei8mm sve2"
 ).split()
 ACTIVATIONS = (
     "int8 (W8A8), 16 bits (W8A16) for the matrices that int8 spoils, as measured at load; --activations sets it"
@@ -88,17 +88,19 @@ def versions() -> Section:
     return section | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
 
 
-def cpu() -> Section:
+def cpu(path: Path = Path("/proc/cpuinfo")) -> Section:
     """Return name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
     import psutil
 
-    path = Path("/proc/cpuinfo")
     text = path.read_text(errors="replace") if path.exists() else ""
+    # Linux on ARM has numbers in place of a name.
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\w+)$", text, re.MULTILINE))
+    other = ", ".join(f"{what} {number}" for what, number in numbers.items()) or platform.processor()
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
-        "name": name[1] if name else platform.processor(),
+        "name": name[1] if name else other,
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_logical": psutil.cpu_count(logical=True),
         "cores_allowed": len(allowed),

@@ -32,6 +32,31 @@ def test_report_is_json_with_all_sections(report: dict[str, doctor.Section]) -> 
     assert "llama" in report["backends"]["models"]
 
 
+# What Linux says of a Neoverse V1 and of a Cortex-A53, shortened.
+NEOVERSE_V1 = """processor\t: 0
+Features\t: fp asimd evtstrm aes fphp asimdhp jscvt asimddp sve asimdfhm svei8mm svebf16 i8mm bf16 dgh rng
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU part\t: 0xd40
+"""
+CORTEX_A53 = NEOVERSE_V1.replace("asimddp sve asimdfhm svei8mm svebf16 i8mm bf16", "").replace("0xd40", "0xd03")
+
+
+@pytest.mark.parametrize(
+    ("text", "part", "features"),
+    [
+        (NEOVERSE_V1, "0xd40", ["asimd", "asimddp", "i8mm", "bf16", "sve", "svei8mm"]),
+        (NEOVERSE_V1.replace("svei8mm svebf16 i8mm bf16", "sve2"), "0xd40", ["asimd", "asimddp", "sve", "sve2"]),
+        (CORTEX_A53, "0xd03", ["asimd"]),
+    ],
+)  # fmt: skip
+def test_an_arm_processor_is_told_by_its_numbers(tmp_path: Path, text: str, part: str, features: list[str]) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    section = doctor.cpu(tmp_path / "cpuinfo")
+    assert section["name"] == f"implementer 0x41, part {part}"
+    assert section["features"] == features
+
+
 def test_a_missing_model_is_a_line_not_a_crash(report: dict[str, doctor.Section]) -> None:
     assert "no such directory" in report["model"]["problem"]
 
@@ -114,7 +139,11 @@ def test_the_limits_are_measured_and_shown(capsys: pytest.CaptureFixture[str]) -
         pytest.skip("no native core")
     rows = doctor.limits(seconds=0.01, most_bytes=2**24)
     # Those that only multiply have no loads of their own.
-    assert {row["isa"] for row in rows if row["what"] == "read"} == set(module.isas()) - {"avx_vnni", "amx_int8"}
+    assert {row["isa"] for row in rows if row["what"] == "read"} == set(module.isas()) - {
+        "avx_vnni",
+        "amx_int8",
+        "neon_i8mm",
+    }
     assert {row["threads"] for row in rows} == {1, module.num_threads()}
     assert all(row["least"] <= row["rate"] <= row["most"] for row in rows)
     assert all(max(row["most"] for row in rows if row["what"] == what) > 0 for what in {row["what"] for row in rows})

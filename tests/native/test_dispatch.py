@@ -19,7 +19,11 @@ WORDS = {
     "leaf7_edx": 1 << 24 | 1 << 25,  # AMX tile, int8
     "leaf7_1_eax": 1 << 4,  # AVX_VNNI
     "xcr0": 0x2 | 0x4 | 0xE0 | 0x60000,
+    "hwcap": 0,
+    "hwcap2": 0,
 }
+# The same of AArch64, whose system has the say alone.
+ARM = dict.fromkeys(WORDS, 0) | {"hwcap": 1 << 20, "hwcap2": 1 << 13}  # ASIMDDP; I8MM
 ALL = {"avx2", "avx512", "avx512_vnni", "avx_vnni", "amx_int8"}
 
 
@@ -67,6 +71,13 @@ def test_without_osxsave_xcr0_says_nothing(native: ModuleType) -> None:
 )
 def test_a_missing_bit_takes_what_needs_it(native: ModuleType, word: str, bit: int, lost: set[str]) -> None:
     assert found(native, **{word: WORDS[word] & ~(1 << bit)}) == ALL - lost
+
+
+def test_an_arm_machine(native: ModuleType) -> None:
+    assert found(native, **ARM) == {"dotprod", "i8mm"}
+    assert found(native, **ARM | {"hwcap2": 0}) == {"dotprod"}
+    assert found(native, **ARM | {"hwcap": 0}) == set()  # the table of i8mm needs that of dotprod below it
+    assert found(native, **ARM | {"hwcap": ~(1 << 20) & 2**64 - 1, "hwcap2": ~(1 << 13) & 2**64 - 1}) == set()
 
 
 def test_amx_is_tried_before_it_serves(native: ModuleType) -> None:

@@ -21,6 +21,14 @@ FORBIDDEN = {
     "isa_avx2": rf"%(?:zmm{HIGH})",
     "isa_avx_vnni": rf"%(?:zmm{HIGH})",
 }
+# Of AArch64, where registers say nothing: the products that a table may not use (`make native-test-arm`).
+ARM = "aarch64-linux-gnu-"
+ARM_OBJECTS = ROOT / "build" / "selftest-arm" / "CMakeFiles"
+ARM_FORBIDDEN = {
+    "base": r"\t(?:usdot|[su]dot|[su]mmla|usmmla)\t",
+    "isa_scalar": r"\t(?:usdot|[su]dot|[su]mmla|usmmla)\t",
+    "isa_neon_dot": r"\t(?:usdot|[su]mmla|usmmla)\t",
+}
 
 
 def tool(name: str) -> str:
@@ -30,10 +38,10 @@ def tool(name: str) -> str:
     return result
 
 
-def objects(target: str) -> list[Path]:
-    paths = sorted((OBJECTS / f"{target}.dir").rglob("*.o"))
+def objects(target: str, tree: Path = OBJECTS) -> list[Path]:
+    paths = sorted((tree / f"{target}.dir").rglob("*.o"))
     if not paths:
-        pytest.skip("no build tree: make native")
+        pytest.skip(f"no build tree: make {'native' if tree == OBJECTS else 'native-test-arm'}")
     return paths
 
 
@@ -41,8 +49,8 @@ def read(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
-def alien_instructions(path: Path, forbidden: str) -> list[str]:
-    code = read(tool("objdump"), "-d", "--no-show-raw-insn", path)
+def alien_instructions(path: Path, forbidden: str, target: str = "") -> list[str]:
+    code = read(tool(f"{target}objdump"), "-d", "--no-show-raw-insn", path)
     return [f"{path.name}: {line.strip()}" for line in code.splitlines() if re.search(forbidden, line)][:5]
 
 
@@ -63,6 +71,19 @@ def alien_symbols(path: Path, isa: str) -> list[str]:
 @pytest.mark.parametrize("target", list(FORBIDDEN))
 def test_no_register_of_a_higher_isa(target: str) -> None:
     assert not [line for path in objects(target) for line in alien_instructions(path, FORBIDDEN[target])]
+
+
+@pytest.mark.parametrize("target", list(ARM_FORBIDDEN))
+def test_no_instruction_of_a_higher_table_of_arm(target: str) -> None:
+    paths = objects(target, ARM_OBJECTS)
+    assert not [line for path in paths for line in alien_instructions(path, ARM_FORBIDDEN[target], ARM)]
+
+
+@pytest.mark.parametrize("isa", ["neon_dot", "neon_i8mm"])
+def test_the_tables_of_arm_have_what_they_are_named_after(isa: str) -> None:
+    paths = [path for path in objects(f"isa_{isa}", ARM_OBJECTS) if path.name.startswith("linear_i8")]
+    assert alien_instructions(paths[0], r"\tusmmla\t" if isa == "neon_i8mm" else r"\tsdot\t", ARM)
+    assert not alien_symbols(paths[0], isa)
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2", "avx_vnni", "avx512_vnni", "amx_int8"])
