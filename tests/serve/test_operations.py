@@ -251,7 +251,7 @@ def test_the_servers_seed_decides_the_seeds_that_it_draws(tokenizer: Tokenizer) 
 def test_serve_hands_the_seed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[object] = []
     monkeypatch.setattr(app, "create_app", lambda client, server, model, parts, folder: seeds.append(parts.seed))
-    monkeypatch.setattr(app.process, "run", lambda app, server, sockets: 0)
+    monkeypatch.setattr(app.process, "run", lambda app, server, sockets, reach: 0)
     app.serve(EngineConfig(seed=7), ServerConfig(port=0, uvicorn_log_level="critical"))
     assert seeds == [7]
 

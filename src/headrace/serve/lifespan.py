@@ -202,6 +202,7 @@ class Lifespan:
 
     async def _watch_loop(self) -> None:
         """Measure the delay of the event loop, which grows when a function holds the loop or the interpreter's lock."""
+        self.shedding.sample(0.0)  # /metrics has each resource from the first call on
         while True:
             due = time.monotonic() + LAG_INTERVAL_S
             await asyncio.sleep(LAG_INTERVAL_S)

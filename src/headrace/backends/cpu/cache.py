@@ -35,14 +35,14 @@ class Fours:
     """Values [tiles, 4, 4, kv_heads, row] whose lane 4 a + b is at [:, a, b], indexed by tile and lane, or by tiles."""
 
     def __init__(self, view: NDArray[Any]) -> None:
-        self._view = view
+        self.view = view
 
     def __getitem__(self, at: Any) -> NDArray[Any]:
-        part: NDArray[Any] = self._view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at]
+        part: NDArray[Any] = self.view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at]
         return part
 
     def __setitem__(self, at: Any, numbers: NDArray[Any]) -> None:
-        self._view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at] = numbers
+        self.view[(at[0], *np.divmod(at[1], 4)) if isinstance(at, tuple) else at] = numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
