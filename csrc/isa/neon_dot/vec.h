@@ -173,14 +173,10 @@ HR_INLINE V look_up(V table, I index) {
     HR_FOUR(V, vreinterpretq_f32_u8(vqtbl4q_u8(bytes, vreinterpretq_u8_u32(vmlaq_u32(
                    upwards, vandq_u32(vreinterpretq_u32_s32(index.v[i]), low), four)))))
 }
+/* u is 128 more than what a signed byte holds. */
 HR_INLINE int32x4_t dot(int32x4_t acc, int32x4_t u, int32x4_t s) {
-#if defined(HR_ISA_NEON_I8MM)
-    return vusdotq_s32(acc, vreinterpretq_u8_s32(u), vreinterpretq_s8_s32(s));
-#else
-    /* u is 128 more than what a signed byte holds. */
     const int8x16_t a = vreinterpretq_s8_u8(veorq_u8(vreinterpretq_u8_s32(u), vdupq_n_u8(128))), b = vreinterpretq_s8_s32(s);
     return vaddq_s32(vdotq_s32(acc, a, b), vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), b), 7));
-#endif
 }
 HR_INLINE I dot(I acc, I u, I s) HR_FOUR(I, dot(acc.v[i], u.v[i], s.v[i]))
 HR_INLINE I dot(I acc, I u, const int32_t* word) HR_FOUR(I, dot(acc.v[i], u.v[i], vdupq_n_s32(*word)))
