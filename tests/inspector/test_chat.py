@@ -266,7 +266,7 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
         set_knobs(page, max_tokens=2)
         page.get_by_text("Settings", exact=True).click()
         page.get_by_label("Model").select_option("another")
-        assert page.locator(".welcome h2").inner_text() == "another"
+        page.locator(".welcome h2").get_by_text("another", exact=True).wait_for()
         page.get_by_label("System prompt").fill("Be brief.")
         page.evaluate(
             "window.texts = []; new MutationObserver(() => texts.push(document.querySelector('.stats')?.textContent))"

@@ -76,6 +76,7 @@ def test_a_message_that_does_not_fit_is_marked_and_left_out(open_page: Open) -> 
     assert [each["content"] for each in chats[2]["messages"] if each["role"] == "user"] == ["first", "third"]
     assert [each["role"] for each in chats[2]["messages"]] == ["user", "assistant", "user"]
     page.reload()
+    ready(page)
     assert page.locator(".question.left-out").count() == 1
     # The control: a short message is not marked, nor is one that another error refuses.
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "no"}}))

@@ -288,6 +288,33 @@ def test_the_engine_is_held_and_goes_step_by_step(open_page: OpenPage, server: A
         time.sleep(0.05)
 
 
+SLOW_STEPS = """
+const send = window.fetch;
+window.fetch = async (to, request) => {
+  if (request?.body === '{"num_steps":1}') await new Promise((go) => setTimeout(go, 500));
+  return send(to, request);
+};
+null;
+"""
+
+
+def test_a_late_order_does_not_hold_an_engine_that_was_let_go(open_page: OpenPage) -> None:
+    page = open_page("/inspect#blocks")
+    page.evaluate(SLOW_STEPS)
+    orders: list[Any] = []
+    page.on(
+        "request", lambda each: each.url.endswith("/inspect/hold") and orders.append(each.post_data_json["num_steps"])
+    )
+    page.get_by_role("button", name="Hold the engine").click()
+    page.get_by_text("The engine waits between two steps").wait_for()
+    page.get_by_role("button", name="One step").click()
+    page.get_by_role("button", name="Let the engine go on").click()
+    page.get_by_role("button", name="Hold the engine").wait_for()
+    page.wait_for_timeout(600)
+    assert orders[-2:] == [1, None]
+    assert page.get_by_role("button", name="Hold the engine").is_visible()
+
+
 def test_many_blocks_are_shown_by_sequence_and_by_place(chromium: Any) -> None:
     with serve("builtin", "--num-gpu-blocks-override", "75000", "--max-model-len", "2048") as served:
         for settings in ({}, {"viewport": browser.PHONE, "color_scheme": "dark"}):

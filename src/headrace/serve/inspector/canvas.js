@@ -1,6 +1,6 @@
 // Figures drawn by hand: a canvas with its name, a summary in words, and the same as a table.
 
-import { count, html, useEffect, useRef, useState } from "./lib.js";
+import { count, html, useLayoutEffect, useRef, useState } from "./lib.js";
 import { follow } from "./live.js";
 
 export const NUM_OWNERS = 7;
@@ -84,7 +84,7 @@ export function Figure({ label, height, draw, version, summary, columns, rows, o
   const canvas = useRef(null);
   const latest = useRef({});
   Object.assign(latest.current, { draw, height });
-  useEffect(() => {
+  useLayoutEffect(() => {
     const element = canvas.current;
     const context = element.getContext("2d");
     const whole = () => {
@@ -104,8 +104,8 @@ export function Figure({ label, height, draw, version, summary, columns, rows, o
     const ends = [onLook(element.parentElement, whole), follow(part, ms)];
     return () => ends.forEach((end) => end());
   }, []);
-  useEffect(() => latest.current.whole(), [version]);
-  useEffect(() => latest.current.part());
+  useLayoutEffect(() => latest.current.whole(), [version]);
+  useLayoutEffect(() => latest.current.part());
   const press = (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (onKey(event.key, latest.current.pen)) event.preventDefault();

@@ -2,7 +2,7 @@
 
 import { isRunning, rateOf, ratesOf } from "./answers.js";
 import { Sparkline } from "./engine.js";
-import { bytes, count, html, seconds, useEffect, useMemo, useRef, useState } from "./lib.js";
+import { bytes, count, html, seconds, useLayoutEffect, useMemo, useRef, useState } from "./lib.js";
 import { markdown } from "./markdown.js";
 import { Copy, Listing } from "./rich.js";
 import { Bar, Tokens } from "./tokens.js";
@@ -104,7 +104,8 @@ export const Documents = ({ of, onRemove }) => html`<ul class="documents">${of.m
 /** A question. `onEdit(isEdited)` opens it for a change, `onResend(text)` sends it again. */
 export function Question({ message, limit, isEdited, onEdit, onResend }) {
   const field = useRef(null);
-  useEffect(() => {
+  // Before the field is seen: the cursor must not move under a reader who writes at once.
+  useLayoutEffect(() => {
     if (!isEdited) return;
     field.current.focus();
     field.current.setSelectionRange(message.content.length, message.content.length);

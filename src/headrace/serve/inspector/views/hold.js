@@ -11,30 +11,35 @@ const order = (numSteps) => json("/inspect/hold", { method: "POST", body: { num_
 export function Hold() {
   const [isHeld, setHeld] = useState(false);
   const [problem, setProblem] = useState("");
-  const latest = useRef(false);
-  latest.current = isHeld;
-  const give = (numSteps) => order(numSteps).then(
-    (held) => {
-      setHeld(held.is_held);
-      setProblem("");
-    },
-    (error) => {
-      setHeld(false);
-      setProblem(error.message);
-    },
-  );
+  // One order after the other: a renewal that came late would hold an engine that was let go.
+  const last = useRef(Promise.resolve());
+  const isWanted = useRef(false);
+  const give = (numSteps) => {
+    isWanted.current = numSteps !== null;
+    last.current = last.current.then(() => order(numSteps)).then(
+      (held) => {
+        setHeld(held.is_held);
+        setProblem("");
+      },
+      (error) => {
+        isWanted.current = false;
+        setHeld(false);
+        setProblem(error.message);
+      },
+    );
+  };
   useEffect(() => {
     if (!isHeld) return undefined;
-    const timer = setInterval(() => give(0), RENEW_MS);
+    const timer = setInterval(() => isWanted.current && give(0), RENEW_MS);
     return () => clearInterval(timer);
   }, [isHeld]);
   useEffect(() => {
     // Nobody is held up for a page that nobody sees.
-    const hide = () => document.hidden && latest.current && give(null);
+    const hide = () => document.hidden && isWanted.current && give(null);
     document.addEventListener("visibilitychange", hide);
     return () => {
       document.removeEventListener("visibilitychange", hide);
-      if (latest.current) order(null).catch((error) => console.info(error.message));
+      if (isWanted.current) give(null);
     };
   }, []);
   if (live.isRecorded) return null;
