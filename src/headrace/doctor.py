@@ -89,8 +89,11 @@ def versions() -> Section:
 
 
 def cpu(path: Path = Path("/proc/cpuinfo")) -> Section:
-    """Return name, cores and vector extensions. On systems without /proc/cpuinfo the latter are left empty."""
+    """Return name, cores, nodes of memory and vector extensions. On systems without /proc/cpuinfo the latter are left
+    empty."""
     import psutil
+
+    from headrace.fleet.engines.local import allowed, nodes_of
 
     text = path.read_text(errors="replace") if path.exists() else ""
     # Linux on ARM has numbers in place of a name.
@@ -98,15 +101,33 @@ def cpu(path: Path = Path("/proc/cpuinfo")) -> Section:
     numbers = dict(re.findall(r"^CPU (implementer|part)\s*: (\w+)$", text, re.MULTILINE))
     other = ", ".join(f"{what} {number}" for what, number in numbers.items()) or platform.processor()
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    nodes = nodes_of(allowed())
     return {
         "name": name[1] if name else other,
         "cores_physical": psutil.cpu_count(logical=False),
         "cores_logical": psutil.cpu_count(logical=True),
-        "cores_allowed": len(allowed),
+        "cores_allowed": sum(map(len, nodes)),
+        "memory_nodes": len(nodes) if len(nodes) < 2 else f"{len(nodes)}: {placement(nodes)}",
         "features": [flag for flag in CPU_FLAGS if flags and flag in flags[1].split()],
         "load_1min": round(os.getloadavg()[0], 2),
     }
+
+
+def placement(nodes: list[list[int]]) -> str:
+    """Return how engines are placed on several nodes of memory, each of which has some of the processors."""
+    each = ", ".join(f"{len(node)} processors from {min(node)}" for node in nodes)
+    return f"{each}; weights of one node are read slowly from another: --data-parallel-size auto has an engine on each"
+
+
+def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str:
+    """Return whether the weights lie on huge pages, which are asked for: of small ones a processor's table of pages
+    holds a few MB."""
+    if not path.exists():
+        return "not told by this system"
+    chosen = re.search(r"\[(\w+)\]", path.read_text(errors="replace"))
+    if chosen and chosen[1] in ("always", "madvise"):
+        return f"{chosen[1]}: the weights lie on them"
+    return f"{chosen[1] if chosen else 'unknown'}: the weights lie on small pages; as root: echo madvise > {path}"
 
 
 def memory(probe_bytes: int) -> Section:
@@ -117,6 +138,7 @@ def memory(probe_bytes: int) -> Section:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         section["cgroup_limit_bytes"] = int(text)
+    section["huge_pages"] = huge_pages()
     if probe_bytes:
         section["read_gb_per_s"] = round(read_bandwidth(probe_bytes), 1)
         section["read_probe_bytes"] = probe_bytes

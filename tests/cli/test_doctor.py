@@ -57,6 +57,22 @@ def test_an_arm_processor_is_told_by_its_numbers(tmp_path: Path, text: str, part
     assert section["features"] == features
 
 
+def test_nodes_of_memory_and_huge_pages_come_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.fleet.engines.local.nodes_of", lambda cpus: [[0, 1, 2, 3], [4, 5]])
+    section = doctor.cpu()
+    assert section["cores_allowed"] == 6
+    assert section["memory_nodes"].startswith("2: 4 processors from 0, 2 processors from 4; ")
+    assert "--data-parallel-size auto" in section["memory_nodes"]
+    path = tmp_path / "enabled"
+    found = []
+    for text in ("always [madvise] never", "[always] madvise never", "always madvise [never]"):
+        path.write_text(text)
+        found.append(doctor.huge_pages(path))
+    assert found[:2] == ["madvise: the weights lie on them", "always: the weights lie on them"]
+    assert found[2] == f"never: the weights lie on small pages; as root: echo madvise > {path}"
+    assert doctor.huge_pages(tmp_path / "none") == "not told by this system"
+
+
 def test_a_missing_model_is_a_line_not_a_crash(report: dict[str, doctor.Section]) -> None:
     assert "no such directory" in report["model"]["problem"]
 
