@@ -278,6 +278,19 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     I(dim) P(const int32_t*, places) P(const float*, weights) I(top_k) P(const float*, x) I(ld_x) I(width)          \
     P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
+/* Adapters of a linear layer whose outputs are `parts` layers, part p those from begins[p] on. tiles: their number, and for each
+ * tile its first place in `list`, 1 to 4 rows, and their slot; a row is in one tile at most. table [slots][parts] of {const void* a,
+ * const void* b, int32 rank, int32 type, double scale}: a [rank][num_in], b [rank][width of the part] of HR_F32, HR_F16 or HR_BF16, both with rows
+ * padded by zeros to multiples of 16 numbers. Rank 0: the slot has no adapter there. adapt_in writes for each row of a tile
+ *     out[r][p * max_rank + i] = (lanes of fma(a[i][k], x[r][k], .)) * scale
+ * adapt_out adds to out[r][begins[p] + j] the chain over i of fma(x[r][p * max_rank + i], b[i][j], .) from 0. */
+#define HR_FIELDS_adapt_in(P, I, F)                                                                                   \
+    I(dim) P(const int32_t*, tiles) P(const int32_t*, list) P(const void*, table) I(parts) I(max_rank) P(const float*, x) I(ld_x) \
+    I(num_in) P(float*, out) I(ld_out)
+#define HR_FIELDS_adapt_out(P, I, F)                                                                                  \
+    I(dim) P(const int32_t*, tiles) P(const int32_t*, list) P(const void*, table) I(parts) I(max_rank) P(const int64_t*, begins) \
+    P(const float*, x) I(ld_x) P(float*, out) I(ld_out)
+
 /* Layers with a state: float32, a slot for each state. Chunk c begins with the state of slot state_in[c] (-1: zeros), which
  * advances row by row; the state after row r goes to slot state_out[r] unless that is -1. That slot may be the one that the chunk
  * reads; no other chunk may read or write it. The bits of a row depend on its sequence up to it alone, however it is cut.
@@ -350,7 +363,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
     X(embedding) X(select_rows) X(rms_norm) X(layer_norm) X(add) X(softcap) X(quantize) X(activation) X(gated)   \
     X(rope_store) X(attention) X(linear_i4) X(linear_i5) X(linear_i6) X(linear_i8) X(linear_k) X(linear_w) X(linear_f) X(route) X(moe_group) X(moe_gather)   \
     X(linear_each) X(moe_combine) X(multiply) X(scale) X(finite) X(top_k) X(choose) X(permute) X(xielu)  \
-    X(conv) X(delta) X(scan) X(softplus) X(spread) X(gather)
+    X(conv) X(delta) X(scan) X(softplus) X(spread) X(gather) X(adapt_in) X(adapt_out)
 
 #define HR_P(type, name) type name;
 #define HR_I(name) int64_t name;

@@ -347,11 +347,59 @@ void spread(Problem& p) {
     p.take(HR_OP_spread, a);
 }
 
+/* Some of the rows in tiles of up to four, and the adapters of three slots. */
+template <class Args>
+void adapters(Problem& p, Args& a, int64_t rows, int64_t num_in, const int64_t* begins) {
+    int32_t *tiles = p.make<int32_t>(1 + 3 * rows), *list = p.make<int32_t>(rows);
+    for (int64_t i = 0; i < rows; i++) list[i] = (int32_t)i;
+    for (int64_t i = rows - 1; i > 0; i--) std::swap(list[i], list[p.random.whole(0, i)]);
+    tiles[0] = 0;
+    for (int32_t at = p.random.coin(); at < rows;) {
+        int32_t* tile = tiles + 1 + 3 * tiles[0]++;
+        tile[0] = at, tile[1] = (int32_t)std::min(rows - at, p.random.whole(1, 4)), tile[2] = (int32_t)p.random.whole(0, 2);
+        at += tile[1] + p.random.coin();
+    }
+    struct Part { const void *a, *b; int32_t rank, type; double scale; };
+    Part* parts = p.make<Part>(3 * a.parts);
+    for (int64_t i = 0; i < 3 * a.parts; i++) {
+        const int64_t type = p.random.whole(0, 2), rank = p.random.whole(0, a.max_rank), ld = (num_in + 15) / 16 * 16;
+        const int64_t width = begins ? begins[i % a.parts + 1] - begins[i % a.parts] : 0;
+        parts[i] = {begins ? nullptr : stored(p, type, rank * ld),
+                    begins ? stored(p, type, rank * ((width + 15) / 16 * 16)) : nullptr, (int32_t)rank, (int32_t)type,
+                    p.random.number()};
+    }
+    a.tiles = tiles, a.list = list, a.table = parts;
+}
+
+void adapt_in(Problem& p) {
+    HrArgs_adapt_in a = {};
+    const int64_t rows = rows_of(p);
+    a.parts = p.random.whole(1, 3), a.max_rank = p.random.whole(1, 20), a.num_in = width_of(p);
+    adapters(p, a, rows, a.num_in, nullptr);
+    IN(a.num_in);
+    OUT(a.parts * a.max_rank);
+    p.take(HR_OP_adapt_in, a);
+}
+
+void adapt_out(Problem& p) {
+    HrArgs_adapt_out a = {};
+    const int64_t rows = rows_of(p);
+    a.parts = p.random.whole(1, 3), a.max_rank = p.random.whole(1, 20);
+    int64_t* begins = p.make<int64_t>(a.parts + 1);
+    begins[0] = p.random.whole(0, 5);
+    for (int64_t i = 0; i < a.parts; i++) begins[i + 1] = begins[i] + width_of(p);
+    a.begins = begins;
+    adapters(p, a, rows, 0, begins);
+    IN(a.parts * a.max_rank);
+    a.ld_out = strided(p, begins[a.parts]), a.out = p.floats(room(rows, a.ld_out, begins[a.parts]));
+    p.take(HR_OP_adapt_out, a);
+}
+
 }  // namespace
 
 const std::vector<Named> row_problems = {
 #define ROW(op) {#op, op},
     ROW(embedding) ROW(select_rows) ROW(permute) ROW(rms_norm) ROW(layer_norm) ROW(add) ROW(softcap) ROW(quantize)
     ROW(activation) ROW(xielu) ROW(gated) ROW(multiply) ROW(scale) ROW(finite) ROW(top_k) ROW(choose) ROW(route)
-    ROW(moe_group) ROW(moe_gather) ROW(moe_combine) ROW(spread)
+    ROW(moe_group) ROW(moe_gather) ROW(moe_combine) ROW(spread) ROW(adapt_in) ROW(adapt_out)
 };

@@ -13,6 +13,7 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
+    "LoRARequest",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -23,7 +24,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
-    from headrace.llm import LLM, EngineArgs
+    from headrace.llm import LLM, EngineArgs, LoRARequest
     from headrace.protocol.beam import BeamSearchParams
     from headrace.protocol.constraints import StructuredOutputs as StructuredOutputsParams
     from headrace.protocol.params import SamplingParams
@@ -38,6 +39,7 @@ _HOMES = {
     "BeamSearchParams": "headrace.protocol.beam",
     "CompletionOutput": "headrace.text.outputs",
     "EngineArgs": "headrace.llm",
+    "LoRARequest": "headrace.llm",
     "RequestOutput": "headrace.text.outputs",
     "SamplingParams": "headrace.protocol.params",
     "StructuredOutputsParams": "headrace.protocol.constraints",

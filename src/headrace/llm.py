@@ -21,10 +21,11 @@ from headrace.engine.library import model_settings
 from headrace.insight import audit
 from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.other_engines import translate_keywords
+from headrace.protocol.adapters import LoadAdapter, read_reply
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.defaults import sampling_defaults
-from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
+from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Stats
 from headrace.text import inputs
@@ -63,6 +64,16 @@ EngineArgs = _engine_args()
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for `LLM.generate`, as in vLLM: the folder `lora_path` is read at its first use. The name and the number
+    are the caller's own."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class LLM:
     """An engine for offline use.
 
@@ -88,6 +99,7 @@ class LLM:
         self._closed = False
         self._open: dict[str, RequestState] = {}
         self._num_turns = 0
+        self._loaded: dict[str, str] = {}
         self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
@@ -118,7 +130,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
@@ -128,16 +140,16 @@ class LLM:
         stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts cannot be served; a
         request that fails on its way ends with finish_reason "error".
         """
-        _check_lora(lora_request)
         listed = _as_list(prompts)
+        digests = self._adapters(lora_request, len(listed))
         chosen = _one_each("sampling_params", sampling_params or self._defaults, len(listed))
         ranks = _one_each("priority", 0 if priority is None else priority, len(listed))
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
-        for prompt, params, rank in zip(listed, chosen, ranks, strict=True):
+        for prompt, params, rank, digest in zip(listed, chosen, ranks, digests, strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            groups.append(self._states(token_ids, params, rank))
+            groups.append(self._states(token_ids, params, rank, digest))
         self._run(groups, use_tqdm)
         return [
             request_output(states, str(place), text, params)
@@ -216,7 +228,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -228,7 +240,6 @@ class LLM:
         A conversation without a system message begins with the one in the model's `headrace.json`, if there is one.
         `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
         """
-        _check_lora(lora_request)
         several = bool(messages) and not isinstance(messages[0], dict)
         conversations = messages if several else [messages]
         template = template_of(self.get_tokenizer(), chat_template or self._settings.template or None)
@@ -251,7 +262,7 @@ class LLM:
         if template.ends:
             chosen = _one_each("sampling_params", sampling_params or self._defaults, len(prompts))
             sampling_params = [with_ends(params, template, self.get_tokenizer()) for params in chosen]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def beam_search(
         self,
@@ -297,9 +308,24 @@ class LLM:
         self._grammars.close()
         self.core.close()
 
-    def _states(self, token_ids: list[int], params: SamplingParams, priority: int = 0) -> list[RequestState]:
+    def _adapters(self, chosen: LoRARequest | Sequence[LoRARequest | None] | None, num: int) -> list[str]:
+        """Return the digest of the adapter of each prompt, "" for none; those that are not loaded are loaded. Raises
+        `RequestError`."""
+        digests: list[str] = []
+        for each in _one_each("lora_request", chosen, num):
+            if each is not None and not isinstance(each, LoRARequest):
+                raise RequestError("lora_request", each, "a LoRARequest, or one for each prompt")
+            if each is not None and each.lora_path not in self._loaded:
+                adapter = read_reply(self.core.change_adapters(LoadAdapter(each.lora_path)))
+                self._loaded[each.lora_path] = "" if adapter is None else adapter.digest
+            digests.append("" if each is None else self._loaded[each.lora_path])
+        return digests
+
+    def _states(
+        self, token_ids: list[int], params: SamplingParams, priority: int = 0, adapter: str = ""
+    ) -> list[RequestState]:
         """Return the states of the requests that answer one prompt."""
-        options = inputs.RequestOptions(priority=priority, draw=self._draw, tokenizer=self._tokenizer)
+        options = inputs.RequestOptions(priority=priority, draw=self._draw, tokenizer=self._tokenizer, adapter=adapter)
         requests = inputs.make_requests(token_ids, params, self.core.info, options)
         self._grammars.check(params)
         return [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
@@ -364,11 +390,6 @@ class LLM:
                 del self._open[request_id]
                 if delta.finish is None:
                     self.core.abort(request_id)
-
-
-def _check_lora(lora_request: object) -> None:
-    if lora_request is not None:
-        raise UnsupportedError("lora_request", lora_request, "merge the adapter into the checkpoint")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,7 +9,8 @@ import pytest
 from headrace.core.options import SchedulerOptions
 from headrace.core.reports import KEY_BYTES, KeyReports
 from headrace.core.scheduler import Scheduler
-from headrace.fleet.index import PrefixIndex, prefix_keys, root_key
+from headrace.core.prefix import root_key
+from headrace.fleet.index import PrefixIndex, prefix_keys
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import CacheKeys, Request, StepResult
 
@@ -45,7 +46,7 @@ class Engine:
 
 
 def keys_of(prompt: list[int], salt: str = "", secret: bytes = SECRET) -> list[bytes]:
-    return prefix_keys(prompt, BLOCK, secret, root_key(secret, salt))
+    return prefix_keys(prompt, BLOCK, secret, root_key(secret, salt, "", b""))
 
 
 def test_keys_are_those_of_the_cache_and_secret() -> None:

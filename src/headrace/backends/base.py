@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from headrace.backends.adapters import Adapters
     from headrace.backends.step import Chunks, Draw, Logits
     from headrace.protocol.kinds import CacheKind
     from headrace.quant.base import MatrixSource
@@ -167,6 +168,8 @@ class Ops(RecurrentOps, Protocol):
 
     weight_bytes: int
     """Of all matrices."""
+    adapters: Any
+    """The places of adapters (`backends.adapters.Adapters`); None where no matrix takes one."""
 
     @property
     def matrices(self) -> Sequence[Matrix]:
@@ -451,6 +454,11 @@ class Backend(Protocol):
         `features` returns the residual streams before the layers `feature_layers` (their number: after the last), side
         by side; without any, the hidden states after the final norm.
         """
+        ...
+
+    def take_adapters(self, num_slots: int, max_rank: int) -> Adapters | None:
+        """Have the matrices that are made from now on take adapters (`backends.adapters`), and return their places;
+        None where the backend has no kernels for them. Must come before any matrix."""
         ...
 
     def available_memory(self) -> int:

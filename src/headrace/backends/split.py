@@ -104,6 +104,7 @@ class SplitOps(ABC):
 
     inner: Any
     splits_experts = True
+    adapters = None
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends.adapters import fill_tiles
 from headrace.protocol.kinds import CacheKind
 
 Ints: TypeAlias = Any
@@ -34,6 +35,7 @@ class Chunks(NamedTuple):
     slot) in the rows' order: the state after that row goes to the slot. No chunk writes a slot that another one reads.
     later: rows whose logits or hidden states are read after the call, besides the rows of its own logits.
     observed: rows whose features will be. Of other rows there are perhaps none (`reads.ReadRows`).
+    adapters: the slot of each chunk's adapter (`backends.adapters`), -1 for none; empty: no chunk has one.
     """
 
     starts: list[int]
@@ -45,6 +47,7 @@ class Chunks(NamedTuple):
     states_out: Sequence[tuple[int, int]] = ()
     later: Sequence[int] = ()
     observed: Sequence[int] = ()
+    adapters: Sequence[int] = ()
 
     def all_read(self) -> Chunks:
         """Return the same chunks, of which all rows are read."""
@@ -126,6 +129,7 @@ class StepRows:
     state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or
     -1; None for a model without states.
     features: the rows' further inputs, as the backend's operators take them, or None.
+    adapted, adapted_rows: the tiles of rows with adapters (`adapters.fill_tiles`); None where there are no adapters.
     """
 
     token_ids: Ints
@@ -142,6 +146,8 @@ class StepRows:
     block_size: int
     max_rows: int
     features: Ints = None
+    adapted: Ints = None
+    adapted_rows: Ints = None
 
     def fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; entries after the
@@ -173,7 +179,15 @@ class StepRows:
         self.table_begin[len(chunks.starts)] = blocks_at
         self._fill_copies(chunks, at)
         self._fill_states(chunks, at)
+        self.fill_adapters(chunks, self.row_begin)
         return at
+
+    def fill_adapters(self, chunks: Chunks, begins: Any) -> None:
+        """Write the tiles of the rows with adapters: chunk c has rows begins[c] ... begins[c + 1] - 1."""
+        if self.adapted is not None:
+            fill_tiles(chunks.adapters, begins, self.adapted, self.adapted_rows)
+        elif any(slot >= 0 for slot in chunks.adapters):
+            raise ValueError("chunks with adapters for a program that has none")
 
     def _fill_states(self, chunks: Chunks, num_rows: int) -> None:
         if self.state_in is None:
@@ -224,6 +238,8 @@ def make_step_rows(
     block_size: int,
     sizes: StepSizes,
     features: Ints = None,
+    *,
+    has_adapters: bool = False,
 ) -> StepRows:
     """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32."""
     max_rows, max_chunks, max_blocks = sizes
@@ -243,4 +259,6 @@ def make_step_rows(
         block_size=block_size,
         max_rows=max_rows,
         features=features,
+        adapted=zeros(1 + 3 * max_rows) if has_adapters else None,
+        adapted_rows=zeros(max_rows) if has_adapters else None,
     )

@@ -86,6 +86,11 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "scheduling_policy": f"Order of requests: auto, {', '.join(POLICIES)}. fair gives each holder of keys an equal "
         "share of what runs; auto is fair where keys have several holders, else fcfs.",
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
+        "enable_lora": "Take adapters (LoRA): by --lora-modules, or while the server runs; see howto-adapters.md.",
+        "lora_modules": "Adapter that requests may name in the model's place, as name=path of a folder in PEFT's layout; "
+        "may be given more than once.",
+        "max_loras": "Adapters in memory at once.",
+        "max_lora_rank": "Greatest rank of an adapter.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
         "prompts and answers, so keep it private. The four files before it are kept as FILE.1 to FILE.4.",
         "max_record_bytes": "Most bytes of one recording file; the recording ends there and the engine continues.",

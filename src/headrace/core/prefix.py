@@ -69,6 +69,12 @@ def digest(key: bytes, person: bytes, *parts: bytes) -> bytes:
     return hasher.digest()
 
 
+def root_key(key: bytes, salt: str, adapter: str, fingerprint: bytes) -> bytes:
+    """Return the key before the first block of a prompt."""
+    parts = salt.encode("utf-8", "surrogatepass"), fingerprint
+    return digest(key, b"adapted root", *parts, adapter.encode()) if adapter else digest(key, b"root", *parts)
+
+
 class PrefixCache:
     """Cached blocks of one pool, and of the pools of the other `kinds` (all of them; `pool` is the first's).
 
@@ -106,9 +112,9 @@ class PrefixCache:
         """Use another secret key, which others have too, from now on. The cache must be empty, and no sequence live."""
         self._key, self._fingerprint = key, b""
 
-    def root(self, salt: str) -> bytes:
-        """Return the key before the first block, for a salt."""
-        return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)
+    def root(self, salt: str, adapter: str = "") -> bytes:
+        """Return the key before the first block, for a salt and the digest of an adapter."""
+        return root_key(self._key, salt, adapter, self._fingerprint)
 
     def family_key(self, root: bytes, group: str, tokens: list[int]) -> bytes:
         """Return the key of the requests of one group with one prompt under one root."""

@@ -145,7 +145,7 @@ def make_sequence(
     request: Request, seq_id: int, max_model_len: int, eos_token_ids: frozenset[int], cache: PrefixCache
 ) -> Sequence:
     """Return a waiting sequence without blocks, for a request that has passed `verify_fit`."""
-    root = cache.root(request.cache_salt)
+    root = cache.root(request.cache_salt, request.adapter)
     stops = stop_ids(request.params, eos_token_ids)
     seq = Sequence(request, seq_id, max_len_of(request, max_model_len), stops, root)
     if request.group:

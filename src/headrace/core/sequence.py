@@ -104,7 +104,7 @@ class Sequence:
         self.num_known = len(self.tokens)
         self.keys = [root]
         self.arrival = self.seq_id
-        self.special = self.needs_history or self.state is not None or self.pooling != ""
+        self.special = self.needs_history or self.state is not None or self.pooling != "" or request.adapter != ""
 
     @property
     def block_table(self) -> list[int]:

@@ -80,6 +80,7 @@ def make_batch(
         histories=histories,
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
         pooling={i: pooling_of(s) for i, s in special if s.pooling and pools_rows(s, lens[i])},
+        adapters={i: s.request.adapter for i, s in special if s.request.adapter},
         drafts={i: drafts[s.seq_id] for i, s in enumerate(flight) if s.seq_id in drafts} if drafts else {},
         ended=ended,
         asks=asks,

@@ -7,6 +7,7 @@ and never sees the config. Torch is imported inside, with the runner.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -19,10 +20,13 @@ from headrace.core.options import SchedulerOptions
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.fingerprint import fingerprint_of
+from headrace.protocol.adapters import AdapterStore, LoadedAdapter
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -49,8 +53,25 @@ def build_engine(
     core = make_core(
         scheduler, runner, info, time.monotonic, check_every=1 if env.debug_level() >= 2 else 0, on_idle=runner.idle
     )
+    core.adapters = runner.adapters
+    if runner.adapters is not None:
+        core.info = msgspec.structs.replace(info, adapters=load_adapters(runner.adapters, config, is_restart))
     core.fingerprint = functools.partial(fingerprint_of, config, info)
     return core
+
+
+def load_adapters(store: AdapterStore, config: EngineConfig, is_restart: bool) -> dict[str, LoadedAdapter]:
+    """Load the adapters of the config, and return them by name. One that can not be loaded again at a restart is left
+    out, for others use the engine too. Raises `RequestError`."""
+    loaded: dict[str, LoadedAdapter] = {}
+    for name, path in config.adapters.items():
+        try:
+            loaded[name] = store.load(path)
+        except RequestError as error:
+            if not is_restart:
+                raise
+            logger.error("the adapter %s is lost: %s", name, error)
+    return loaded
 
 
 def make_scheduler(

@@ -25,6 +25,7 @@ from headrace.engine.order_calls import Orders
 from headrace.engine.records.crash_reports import CrashReports
 from headrace.engine.replica import Replica
 from headrace.protocol import frames
+from headrace.protocol.adapters import AdapterReply, LoadAdapter, LoadedAdapter, UnloadAdapter, read_reply
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import DeadlineError, EngineDeadError, HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -188,6 +189,25 @@ class EngineClient:
     async def answers(self, seconds: float = 1.0) -> bool:
         """Return whether the engine sends a message within `seconds`, or computes."""
         return any(await asyncio.gather(*(replica.answers(seconds) for replica in self.replicas)))
+
+    async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
+        """Have all engines read the adapter in the folder `path`. Raises `RequestError`, `EngineDeadError`."""
+        loaded: LoadedAdapter | None = None
+        for replica in self.replicas:
+            adapter = read_reply(await replica.orders.give(LoadAdapter(path), AdapterReply))
+            if adapter is None or (loaded is not None and adapter.digest != loaded.digest):
+                raise RequestError("lora_path", path, "the same files for all engines")
+            loaded = adapter
+            replica.link.adapters[name] = path
+        if loaded is None:
+            raise EngineDeadError("there is no engine")
+        return loaded
+
+    async def unload_adapter(self, name: str, digest: str) -> None:
+        """Have all engines forget an adapter that no request uses. Raises `RequestError`, `EngineDeadError`."""
+        for replica in self.replicas:
+            read_reply(await replica.orders.give(UnloadAdapter(digest), AdapterReply))
+            replica.link.adapters.pop(name, None)
 
     def probe(self, replica: Replica) -> RequestStream:
         """Request one real token, ahead of the queue. A probe that the last engine has not answered is sent again."""

@@ -15,6 +15,8 @@ from headrace.core.journal import Journal
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import NEVER
+from headrace.protocol.adapters import AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter
+from headrace.protocol.errors import RequestError
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
 Ticket: TypeAlias = Any
@@ -80,6 +82,7 @@ class EngineCore:
         self._tickets: deque[tuple[ScheduledBatch, Ticket]] = deque()
         self.on_idle = on_idle
         self.journal: Journal | None = None
+        self.adapters: AdapterStore | None = None
         self.fingerprint: Callable[[], str] = lambda: "unknown"
         self.clock = clock
         self._check_every = check_every
@@ -88,6 +91,8 @@ class EngineCore:
         """Accept a request; `times`: of its `Add`. Raises `RequestError`, with nothing changed, if it cannot be
         served."""
         verify_model(request, self.info)
+        if request.adapter and (self.adapters is None or request.adapter not in self.adapters):
+            raise RequestError("model", request.adapter[:12], "an adapter that is loaded; this one is not, or no more")
         self.scheduler.add(request)
         if self.journal is not None:
             self.journal.arrived(request, times)
@@ -144,6 +149,21 @@ class EngineCore:
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
+
+    def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> AdapterReply:
+        """Load or unload an adapter between two steps. One that a sequence uses stays."""
+        try:
+            if self.adapters is None:
+                raise RequestError("enable_lora", False, "true for an engine that takes adapters")
+            if isinstance(order, LoadAdapter):
+                return AdapterReply(self.adapters.load(order.path))
+            users = [seq for seq in self.scheduler.sequences.values() if seq.request.adapter == order.digest]
+            if users:
+                raise RequestError("lora_name", order.digest[:12], f"one that no request uses; {len(users)} do")
+            self.adapters.unload(order.digest)
+            return AdapterReply()
+        except RequestError as error:
+            return AdapterReply(refused=(error.field, str(error.value), error.bound))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no running sequence holds."""

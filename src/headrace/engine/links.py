@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import IO, Protocol
 
+import msgspec
+
 from headrace.engine import logs
 from headrace.engine.core import EngineCore
 from headrace.engine.parts import Joiner
@@ -68,6 +70,8 @@ class Link(Protocol):
     """Whether a SIGKILL from outside ended the last engine."""
     black_box: BlackBox | None
     """The record of the engine, alive or dead; None for an engine in this process."""
+    adapters: dict[str, str]
+    """Paths of adapters by name, which were loaded since the start, and are loaded again at a restart."""
     load_seconds: float
     """How long the engine took to load, if it was loaded before `start`; else 0."""
 
@@ -127,6 +131,7 @@ class ProcessLink:
         self.black_box: BlackBox | None = None
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._config = config
+        self.adapters = dict[str, str]()
         self._command = command
         self._logs_stderr = logs_stderr
         self._log_level = log_level
@@ -168,7 +173,11 @@ class ProcessLink:
         reader, self._writer = await asyncio.open_connection(sock=server_end)
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
-        start = frames.Start(self._config, box.fds, self._is_restart, form, self._log_level, self._cpus)
+        config = self._config
+        if self.adapters:
+            paths = config.adapters | self.adapters
+            config = msgspec.structs.replace(config, lora_modules=[f"{name}={path}" for name, path in paths.items()])
+        start = frames.Start(config, box.fds, self._is_restart, form, self._log_level, self._cpus)
         self._writer.write(frames.encode(start))
         messages = _messages(reader)
         try:
@@ -350,6 +359,7 @@ class InprocLink:
 
     def __init__(self, build: Callable[[], EngineCore]) -> None:
         self.black_box: BlackBox | None = None
+        self.adapters = dict[str, str]()
         self._build = build
         self._inbox: queue.SimpleQueue[frames.ToEngine | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -1,5 +1,5 @@
-"""Orders: the tasks of an engine between two steps: session files, views of the prefix cache, the fingerprint, and
-holds.
+"""Orders: the tasks of an engine between two steps: session files, views of the prefix cache, the fingerprint, holds,
+and adapters.
 
 `carry_out` runs in the engine's process; `engine.order_calls` is the server's side. Called by `engine.child`.
 """
@@ -14,13 +14,14 @@ from headrace.engine.core import EngineCore
 from headrace.engine.holding import Hold, HoldSteps
 from headrace.engine.sessions import MoveSession
 from headrace.protocol import frames
+from headrace.protocol.adapters import LoadAdapter, UnloadAdapter
 
 
 class ReadFingerprint(msgspec.Struct, frozen=True, tag="read_fingerprint"):
     """Order: return the digest of all that decides the bits of the engine's answers (`engine.fingerprint`)."""
 
 
-Body = MoveSession | ReadCache | ReadFingerprint | HoldSteps
+Body = MoveSession | ReadCache | ReadFingerprint | HoldSteps | LoadAdapter | UnloadAdapter
 
 _decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 
@@ -40,5 +41,7 @@ def carry_out(core: EngineCore, body: bytes, hold: Hold) -> bytes:
             return msgspec.msgpack.encode(cache_tree.read(core.scheduler, order))
         case ReadFingerprint():
             return msgspec.msgpack.encode(core.fingerprint())
+        case LoadAdapter() | UnloadAdapter():
+            return msgspec.msgpack.encode(core.change_adapters(order))
         case HoldSteps():
             return msgspec.msgpack.encode(hold.set(order))

@@ -11,16 +11,10 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from headrace.core.prefix import digest
 from headrace.core.reports import KEY_BYTES
 from headrace.protocol.step import CacheKeys
 
 _ITEM = array("q").itemsize
-
-
-def root_key(secret: bytes, salt: str) -> bytes:
-    """Return the key before the first block of a prompt under a salt."""
-    return digest(secret, b"root", salt.encode("utf-8", "surrogatepass"), b"")
 
 
 def prefix_keys(token_ids: Sequence[int], block_tokens: int, secret: bytes, root: bytes) -> list[bytes]:

@@ -18,7 +18,8 @@ from headrace.core.reports import KeyReports
 from headrace.core.requests import verify_fit
 from headrace.core.scheduler import Scheduler
 from headrace.fleet.dispatch import Dispatcher, has_room
-from headrace.fleet.index import prefix_keys, root_key
+from headrace.core.prefix import root_key
+from headrace.fleet.index import prefix_keys
 from headrace.fleet.router import Route, Router
 from headrace.fleet.traces import Call
 from headrace.protocol.errors import RequestError
@@ -122,7 +123,7 @@ class Simulation:
         self._requests: dict[str, Request] = {}
         self._routes: dict[str, Route] = {}
         self._all = range(num_replicas)
-        self._root = root_key(SECRET, "")
+        self._root = root_key(SECRET, "", "", b"")
         self.replicas = [_Replica(sizes) for _ in range(num_replicas)]
         self._time = step_time
         self._ends: list[tuple[float, int]] = []

@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dot", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_REPLICAS = 64
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
@@ -66,6 +67,13 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca: str
 
 
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """One of vLLM's --lora-modules as JSON."""
+
+    name: str
+    path: str
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The model to load, and how to run it. `None` means: take it from the model or measure it."""
 
@@ -103,6 +111,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     rendezvous: Rendezvous | None = None
     async_scheduling: bool | None = None
     speculative_config: SpeculativeConfig | None = None
+    enable_lora: bool = False
+    lora_modules: list[str] | None = None
+    max_loras: int = 8
+    max_lora_rank: int = 64
     record_schedule: str | None = None
     max_record_bytes: int = 2**30
 
@@ -119,7 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not 0 < self.distributed_timeout < float("inf"):
             raise RequestError("distributed_timeout", self.distributed_timeout, "above 0 seconds")
         _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")
-        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank")
+        self._check_adapters()
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
@@ -141,6 +154,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.rendezvous is not None:
             self._check_hosts(self.rendezvous)
 
+    def _check_adapters(self) -> None:
+        for name, most in (("max_loras", MAX_LORAS), ("max_lora_rank", MAX_LORA_RANK)):
+            if getattr(self, name) > most:
+                raise RequestError(name, getattr(self, name), f"an integer from 1 to {most}")
+        if self.lora_modules and not self.enable_lora:
+            raise RequestError("lora_modules", self.lora_modules, "left out without enable_lora")
+        if len(self.adapters) > self.max_loras:
+            raise RequestError("lora_modules", self.lora_modules, f"at most max_loras, {self.max_loras}")
+        if self.enable_lora and self.ranks[1] > 1:
+            raise RequestError("enable_lora", True, f"left out with {self.ranks[0]} {self.ranks[1]}")
+
     def _check_hosts(self, place: Rendezvous) -> None:
         if self.ranks[1] == 1:
             bound = "left out with tensor_parallel_size 1 and pipeline_parallel_size 1"
@@ -158,6 +182,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not gathers and name is not None:
             bound = "left out with pipeline_parallel_size: stages send their rows over the connection with TLS"
             raise RequestError("distributed_interface", name, bound)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of `lora_modules` by name: each is name=path, or vLLM's JSON object with both. Raises
+        `RequestError`."""
+        paths: dict[str, str] = {}
+        for text in self.lora_modules or ():
+            name, _, path = text.partition("=")
+            if text.lstrip().startswith("{"):
+                try:
+                    named = msgspec.json.decode(text, type=NamedAdapter)
+                except msgspec.MsgspecError:
+                    named = NamedAdapter("", "")
+                name, path = named.name, named.path
+            if not name or not path or name in paths:
+                raise RequestError("lora_modules", text, "name=path, each name once")
+            paths[name] = path
+        return paths
 
     @property
     def policy(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
@@ -36,7 +37,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampled again, and count towards max_tokens and min_tokens. `resume_state` is the last state of that answer in
     `StepOutput.states`, for samplers whose state is no function of the tokens. With `pooling` nothing is sampled: the
     request ends when its prompt is computed, and `StepOutput.pooled` has its hidden state. With `beam` the request is a
-    search: `params` sets where answers end, and all of them come in one `BeamResult` at the end. `tenant` names the
+    search: `params` sets where answers end, and all of them come in one `BeamResult` at the end. `adapter` is the
+    digest of the adapter that all its tokens are computed with, "" for none. `tenant` names the
     caller and `work` is a prediction of the tokens to compute; only the fair policy uses them.
     """
 
@@ -45,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
     group: str = ""
     resume_token_ids: list[int] = []
     resume_state: float | None = None
@@ -195,6 +198,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     more_copies: list[list[tuple[int, int]]] = []
     state_reads: list[int] = []
     state_writes: list[tuple[int, int]] = []
+    adapters: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -400,7 +404,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
-    unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others.
+    unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
+    config, by name.
     """
 
     model: str
@@ -425,3 +430,4 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: int = 0
     kinds: tuple[CacheKind, ...] = (CacheKind(),)
     more_blocks: tuple[int, ...] = ()
+    adapters: dict[str, LoadedAdapter] = {}

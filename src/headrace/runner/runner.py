@@ -15,6 +15,7 @@ from headrace.backends.base import DrawingProgram, Program
 from headrace.backends.step import Chunks
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
+from headrace.protocol.adapters import AdapterStore
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Draft, RowResult, ScheduledBatch, StepResult, TokenLogprob
 from headrace.runner.drawing import Rounds, Verification
@@ -38,13 +39,15 @@ class Runner:
         sampler: Sampler,
         matchers: Matchers | None = None,
         speculator: Speculator | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`matchers`: None for an engine that takes no constraints (it has no tokenizer). `speculator`: None for one
-        without speculation."""
+        without speculation. `adapters`: None for an engine without them."""
         self.program = program
         self.sampler = sampler
         self.matchers = matchers
         self.speculator = speculator
+        self.adapters = adapters
         self.block_size = program.block_size
         self._rounds = Rounds(sampler, matchers)
         self._faults = StepFaults()
@@ -167,6 +170,8 @@ class Runner:
             seen = seen[max(0, start + 1 - kind.window) // program.block_size :] if kind.window else seen
             if not 0 <= min(seen) <= max(seen) < size:
                 return f"block ids reach from {min(seen)} to {max(seen)}, the cache has 0 to {size - 1}"
+        if (adapter := batch.adapters.get(chunk_id)) and (self.adapters is None or self.adapters.slot(adapter) < 0):
+            return f"its adapter {adapter[:12]} is not loaded"
         if batch.state_reads and not (-1 if start == 0 else 0) <= batch.state_reads[chunk_id] < program.pool_sizes[-1]:
             return f"the state before position {start} is in slot {batch.state_reads[chunk_id]}, no slot of the cache"
         return ""
@@ -256,6 +261,7 @@ class Runner:
             *states_of(batch, pieces),
             later if logits_rows else later + rows,
             observed,
+            self._slots(batch, pieces),
         )
         finite, logits = self.program.forward(chunks, logits_rows)
         for piece, sound in zip(pieces, finite, strict=True):
@@ -290,6 +296,13 @@ class Runner:
                 for each in verifications
                 if each.best and each.token_ids
             ]
+
+    def _slots(self, batch: ScheduledBatch, pieces: list[Piece]) -> list[int]:
+        """Return the slot of each piece's adapter, -1 for none; empty where no piece has one."""
+        if not batch.adapters or self.adapters is None:
+            return []
+        slots = {i: self.adapters.slot(digest) for i, digest in batch.adapters.items()}
+        return [slots.get(piece.chunk_id, -1) for piece in pieces]
 
     def _draw_in_turns(
         self, batch: ScheduledBatch, verifications: list[Verification], rows: list[int], result: StepResult

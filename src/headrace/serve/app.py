@@ -39,7 +39,7 @@ from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server.slots import Folder
 from headrace.serve.apis.ollama import service as ollama
 from headrace.serve.apis.openai import completions as openai_completions
-from headrace.serve.apis.openai import vllm
+from headrace.serve.apis.openai import adapters, vllm
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call.parsing import seconds_of
@@ -81,7 +81,9 @@ def create_app(
     engine = parts.engine
     ring = _open_ring(server)
     if server.any_model_name is None:
-        server = msgspec.structs.replace(server, any_model_name=not ring and folder is None)
+        server = msgspec.structs.replace(
+            server, any_model_name=not ring and folder is None and not (engine and engine.enable_lora)
+        )
     rates = Rates(Limits(server.max_requests_per_minute, server.max_tokens_per_minute), ring.limits)
     default, explainers = None, Explainers()
     if client is not None:
@@ -113,6 +115,7 @@ def create_app(
     tokenize.add_routes(app, models)
     add_storage_routes(app, storage)
     vllm.add_routes(app, models, storage.embeddings)
+    adapters.add_routes(app, models)
     _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)
     fleet.add_routes(app, models, lifespan.check_order)

@@ -186,6 +186,7 @@ class Lifespan:
             return
         info = default.client.info
         served = default.served
+        served.adapters |= info.adapters
         extra = startup.summary(
             info,
             default.path,

@@ -237,7 +237,8 @@ class Loader:
             raise
 
     def _prepare(self, name: str) -> RunningModel:
-        engine = msgspec.structs.replace(self._engine, model=str(self._folder.path(name)))
+        path = str(self._folder.path(name))
+        engine = msgspec.structs.replace(self._engine, model=path, enable_lora=False, lora_modules=None)
         # A name that leads here is the model's: `ModelSet` has found it.
         names = [name, *([f"{name}:latest"] if ":" not in name else [])]
         server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)

@@ -151,7 +151,7 @@ class RequestOptions(NamedTuple):
     """The further data of a call's requests, apart from prompt and parameters.
 
     draw: returns a seed where a call has none. tokenizer: encodes the texts in the parameters. marks: the marks of the
-    model's reasoning. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
+    model's reasoning. adapter: the digest of the adapter that answers. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
     them under the reply's id.
     """
 
@@ -162,6 +162,7 @@ class RequestOptions(NamedTuple):
     tokenizer: Tokenizer | None = None
     marks: tuple[str, str] = THINK
     call_id: str = ""
+    adapter: str = ""
 
 
 def make_requests(
@@ -198,6 +199,7 @@ def make_requests(
             params=_with_seed(params, (seed + index) % 2**63),
             priority=priority,
             cache_salt=cache_salt,
+            adapter=options.adapter,
             group=group,
             pooling=options.pooling,
         )

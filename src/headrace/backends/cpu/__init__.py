@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace import env
 from headrace.backends.base import LayerShape, SampleText, SetUp, part_of_memory
 from headrace.backends.cpu import cache
+from headrace.backends.cpu.adapters import CpuAdapters
 from headrace.backends.cpu.choose import MAX_WIDTH, Chooser
 from headrace.backends.cpu.losses.activations import choose_activations
 from headrace.backends.cpu.losses.saved import SavedLosses
@@ -83,6 +84,12 @@ class Cpu:
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """Return memory that is read fast. Raises MemoryError."""
         return aligned(num_bytes)
+
+    def take_adapters(self, num_slots: int, max_rank: int) -> CpuAdapters:
+        if isinstance(self.ops, RankOps):
+            raise ValueError("one rank of several takes no adapters")
+        self.ops.adapters = CpuAdapters(num_slots, max_rank)
+        return self.ops.adapters
 
     def layouts(self) -> dict[str, str]:
         """Return the name of each format's layout: a packed file with other names does not fit."""

@@ -36,6 +36,7 @@ from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.step import StepRows
 
 if TYPE_CHECKING:
+    from headrace.backends.cpu.adapters import CpuAdapters
     from headrace.backends.cpu.cache import LayerCache
     from headrace.backends.cpu.matrix import PackedRecord, Table
     from headrace.quant.base import MatrixSource
@@ -59,6 +60,7 @@ class CpuOps:
         """Matrices of integer codes whose activations stay floats (`activations.choose_activations`)."""
         self.copies = False
         """Whether a packed matrix is copied out of its file: then the file is not read as a whole."""
+        self.adapters: CpuAdapters | None = None
         self.pairs: list[Pair] | None = None
         """A list while products are recorded both ways."""
 
@@ -182,7 +184,14 @@ class CpuOps:
         return out
 
     def linear(self, x: Value, matrix: Matrix) -> Value:
-        weights = cpu_matrix(matrix)
+        weights, adapters = cpu_matrix(matrix), self.adapters
+        inner = None if adapters is None else adapters.before(self.graph, x, weights)
+        out = self._linear(x, weights)
+        if adapters is not None and inner is not None:
+            adapters.after(self.graph, inner, weights, out)
+        return out
+
+    def _linear(self, x: Value, weights: CpuMatrix | CpuStack) -> Value:
         if isinstance(weights, CpuMatrix):
             return self._part(x, weights)
         out, column = self.graph.value(weights.num_out, x.dim), 0

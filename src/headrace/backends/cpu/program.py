@@ -74,8 +74,11 @@ class TapedProgram:
         ld = features.ld if features else 0
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
-            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features
+            lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features,
+            has_adapters=ops.adapters is not None,
         )  # fmt: skip
+        if ops.adapters is not None:
+            ops.adapters.rows = self.inputs
         self.logit_rows = np.zeros(max_chunks, np.int32)
         self._finite_rows = np.zeros(max_rows, np.int32)
         self._finite_logits = np.zeros(max_chunks, np.int32)

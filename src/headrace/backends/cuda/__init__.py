@@ -71,6 +71,9 @@ class Cuda:
     def layouts(self) -> dict[str, str]:
         return {}
 
+    def take_adapters(self, num_slots: int, max_rank: int) -> None:
+        """Return None: there are no kernels for adapters as yet."""
+
     def choose_activations(
         self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None
     ) -> str:

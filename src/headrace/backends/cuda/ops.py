@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 class CudaOps:
     """Writes to `graph`; `begin` starts a new one."""
 
+    adapters = None
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.weight_bytes = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.backends.base import SampleText, SetUp, part_of_memory
 from headrace.backends.torch_ref import cache, rounded
 from headrace.backends.torch_ref.activations import float_activations
+from headrace.backends.torch_ref.adapters import RefAdapters
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.program import EagerProgram
 from headrace.backends.torch_ref.tensors import DTYPES, tensor
@@ -46,6 +47,10 @@ class TorchRef:
 
     def layouts(self) -> dict[str, str]:
         return {}
+
+    def take_adapters(self, num_slots: int, max_rank: int) -> RefAdapters:
+        self.ops.adapters = RefAdapters(num_slots, max_rank, self.ops.device)
+        return self.ops.adapters
 
     def choose_activations(
         self, model: Any, mode: str, num_threads: int, stated: str = "", text: SampleText | None = None

@@ -29,6 +29,7 @@ from headrace.backends.base import (
 from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 from headrace.backends.torch_ref import attention as paged
 from headrace.backends.torch_ref import recurrent
+from headrace.backends.torch_ref.adapters import RefAdapters
 from headrace.backends.torch_ref.batch import ForwardBatch
 from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.rounded import e4m3_rows
@@ -96,6 +97,7 @@ class RefOps:
         self.weight_bytes = 0
         """Of all matrices, as the checkpoint would hold them in `dtype`."""
         self.matrices: list[RefMatrix | RefStack] = []
+        self.adapters: RefAdapters | None = None
         self.rounds_inputs = False
         """Whether inputs of weights of 8-bit floats are rounded to E4M3: as the checkpoint says, else by row."""
 
@@ -131,8 +133,15 @@ class RefOps:
         return stack
 
     def linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        out = self._linear(x, matrix)
+        if self.adapters is not None:
+            out = self.adapters.added(x, matrix, out)
+        return out.to(self.dtype)
+
+    def _linear(self, x: Tensor, matrix: Matrix) -> Tensor:
+        """The product as float32, without adapters."""
         if isinstance(matrix, RefStack):
-            return torch.cat([self.linear(x, part) for part in matrix.parts], dim=1)
+            return torch.cat([self._linear(x, part) for part in matrix.parts], dim=1)
         if not isinstance(matrix, RefMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")
         a = x.float()
@@ -148,7 +157,7 @@ class RefOps:
             out = self._product(a, matrix)
         if matrix.bias is not None:
             out = out + matrix.bias
-        return out.to(self.dtype)
+        return out
 
     def _product(self, a: Tensor, matrix: RefMatrix) -> Tensor:
         """a [R, in] float32 times the weights: [R, out] float32."""

@@ -96,6 +96,8 @@ class EagerProgram:
         torch.set_num_threads(self.num_threads)
         try:
             batch = make_forward_batch(chunks, self.block_size, self.ops.device, num_block_kinds(self.kinds))
+            if self.ops.adapters is not None:
+                self.ops.adapters.follow(chunks)
             if features is not None:
                 batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
             self._read = ReadRows(chunks, rows)

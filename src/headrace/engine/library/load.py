@@ -14,6 +14,7 @@ import msgspec
 
 from headrace import __version__, gguf, hub, models
 from headrace.backends import make_backend
+from headrace.backends.adapters import Adapters
 from headrace.backends.base import Backend, Program, SampleText, SetUp
 from headrace.backends.shares import DeviceSeat, Seat
 from headrace.checkpoint import gguf_config
@@ -27,6 +28,7 @@ from headrace.checkpoint.strays import prediction_layers
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
+from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
@@ -164,7 +166,9 @@ def _build_runner(
     speculator = None
     if spec is not None and drafter is not None and target is not None:
         speculator = make_speculator(spec, drafter, target, eos_token_ids)
-    runner = Runner(program, sampler, matchers, speculator)
+    places: Adapters | None = backend.ops.adapters
+    adapters = None if places is None else AdapterSet(places)
+    runner = Runner(program, sampler, matchers, speculator, adapters)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -395,7 +399,10 @@ def maker(
     if isinstance(seat, StageSeat):
         return stage_maker(module, model_config, config.quantization, backend, max_model_len, seat)
     if seat is None:
-        return lambda weights: module.Model(model_config, weights, backend.ops, max_model_len)
+        places = _adapters(config, backend)
+        return lambda weights: module.Model(
+            model_config, weights if places is None else AdaptableWeights(weights, places), backend.ops, max_model_len
+        )
     ops, whole_experts = take_seat(backend, seat), seat.plan.whole_experts
 
     def make(weights: Reader) -> models.Model:
@@ -406,6 +413,17 @@ def maker(
         return model
 
     return make
+
+
+def _adapters(config: EngineConfig, backend: Backend) -> Adapters | None:
+    """Have the operators of `backend` take adapters, if the config asks for that, and return their places. Raises
+    `RequestError` for a backend that has none."""
+    if not config.enable_lora:
+        return None
+    places = backend.take_adapters(config.max_loras, config.max_lora_rank)
+    if places is None:
+        raise RequestError("enable_lora", True, f"left out: the backend {backend.name} takes no adapters as yet")
+    return places
 
 
 def choose_select(backend: Backend, vocab_size: int, num_threads: int) -> Select:

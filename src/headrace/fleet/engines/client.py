@@ -27,7 +27,8 @@ from headrace.engine.order_calls import Orders
 from headrace.engine.orders import ReadFingerprint
 from headrace.engine.replica import Replica
 from headrace.fleet.dispatch import Dispatcher, has_room
-from headrace.fleet.index import prefix_keys, root_key
+from headrace.core.prefix import root_key
+from headrace.fleet.index import prefix_keys
 from headrace.fleet.router import Route, Router
 from headrace.protocol import frames
 from headrace.protocol.errors import EngineDeadError, RequestError
@@ -366,7 +367,7 @@ class Fleet(EngineClient):
         keys: list[bytes] = []
         if self.router.policy == "prefix" and request.params.prompt_logprobs is None:
             token_ids = [*request.prompt_token_ids, *request.resume_token_ids]
-            root = root_key(self._secret, request.cache_salt)
+            root = root_key(self._secret, request.cache_salt, request.adapter, b"")
             keys = prefix_keys(token_ids, self.router.block_tokens, self._secret, root)
         self._waiting.add(entry, request, keys, is_first)
 

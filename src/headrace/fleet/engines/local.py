@@ -87,7 +87,9 @@ class LocalFleet(Fleet):
 
     def link(self, config: EngineConfig, old: Replica) -> Link:
         """See `Starter`: the new engine has the processors of the old one."""
-        return self._link(config, self._cpus[old.index])
+        link = self._link(config, self._cpus[old.index])
+        link.adapters.update(old.link.adapters)
+        return link
 
     def took(self, new: Replica, config: EngineConfig, old: Replica) -> None:
         """See `Starter`."""

@@ -66,6 +66,7 @@ class RemoteLink:
     ) -> None:
         self.name = f"{host}:{port}"
         self.was_killed = False
+        self.adapters = dict[str, str]()
         self.load_seconds = 0.0
         self._server = Server("an engine", host, port, certified_name or host)
         self._credentials = credentials

@@ -29,7 +29,7 @@ class Vectors(NamedTuple):
 
 
 class VectorOptions(NamedTuple):
-    """The options of a call about its vectors and prompts."""
+    """The options of a call about its vectors and prompts. adapter: the digest of the one that computes them."""
 
     pooling: str | None = None
     dimensions: int | None = None
@@ -38,6 +38,7 @@ class VectorOptions(NamedTuple):
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
+    adapter: str = ""
 
 
 async def vectors(
@@ -47,7 +48,7 @@ async def vectors(
     field: str = "input",
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
-    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt = options
+    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt, adapter = options
     kind = check_form(pooling, dimensions, front.info.hidden_size)
     bounds.check("prompt_list", texts, field)
     if truncate_prompt_tokens is not None:
@@ -62,7 +63,7 @@ async def vectors(
         )
         prompts.append(token_ids)
     async with await front.open(
-        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, kind)
+        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, kind, adapter=adapter)
     ) as generation:
         async for _ in generation:
             pass

@@ -169,13 +169,14 @@ class ModelSet:
 
     def names(self) -> list[str]:
         """Return the names of all models, the default one's first."""
-        names = [] if self.default is None else list(self.default.served.names)
+        served = None if self.default is None else self.default.served
+        names = [] if served is None else [*served.names, *served.adapters]
         files = [] if self.files is None else self.files.names()
         return [*names, *(name for name in files if name not in names)]
 
     def running_as(self, name: str) -> Running | None:
         """Return the model with this true name if it is loaded."""
-        if self.default is not None and name in self.default.served.names:
+        if self.default is not None and self.default.served.true_name(name) == name:
             return self.default
         entry = self._entries.get(name)
         return None if entry is None else entry.running
@@ -207,7 +208,7 @@ class ModelSet:
 
         Raises `ModelNotFoundError`, and `RequestError` if a name is needed."""
         default = None if self.default is None else self.default.served
-        if default is not None and (name is None or name in default.names):
+        if default is not None and (name is None or name in default.names or name in default.adapters):
             return name or default.name
         if name is None:
             names = self.names()
@@ -279,7 +280,7 @@ class ModelSet:
             # One model: its name is checked with the request's other fields.
             return self._default_entry
         name = self.true_name(name if isinstance(name, str) else None, is_request=True)
-        if self.default is not None and name in self.default.served.names:
+        if self.default is not None and self.default.served.true_name(name) == name:
             return self._default_entry
         return self._entries.setdefault(name, ModelEntry(name))
 

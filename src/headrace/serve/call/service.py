@@ -21,6 +21,7 @@ from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, TextClient, in_time
 from headrace.engine.tenants import salted
 from headrace.protocol import bounds
+from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import (
@@ -116,6 +117,8 @@ class ServedModel:
         self.tags: list[str] = []
         # Whether replies show their prompts, as llama-server's do with --verbose.
         self.is_verbose = False
+        # The adapters that requests may name in the model's place.
+        self.adapters: dict[str, LoadedAdapter] = {}
         # Returns the measured quality of the model in the form that the engine runs; None: it was not measured.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations
@@ -323,15 +326,19 @@ class ServedModel:
     def check_model(self, name: str | None, is_request: bool = True) -> None:
         """Raise `ModelNotFoundError` unless `name` is None or the model's; a request may have any name where the server
         takes any."""
-        if name is None or name in self.names or (is_request and self.takes_any_name):
+        if name is None or name in self.names or name in self.adapters or (is_request and self.takes_any_name):
             return
         label = name if len(name) <= 80 else name[:77] + "..."
-        names = " or ".join(repr(each) for each in self.names)
+        names = " or ".join(repr(each) for each in (*self.names, *self.adapters))
         raise ModelNotFoundError(f"model: {label!r} is not served here; it must be {names}")
 
     def true_name(self, name: str) -> str:
         """Return the model name in the reply to a request with `name`: the same if it is one of the model's."""
-        return name if name in self.names else self.name
+        return name if name in self.names or name in self.adapters else self.name
+
+    def adapter(self, name: str | None) -> str:
+        """Return the digest of the adapter that a request names, "" where it names the model."""
+        return self.adapters[name].digest if name in self.adapters else ""
 
     def _params(self, call: Call, fields: SamplingFields, max_tokens: int | None = None) -> SamplingParams:
         """Return the parameters of a call whose own are `fields`, with the model's defaults for absent ones, and the
@@ -391,7 +398,7 @@ class ServedModel:
         generation = await self.front.open(
             prompts,
             params,
-            RequestOptions(call.priority, call.cache_salt, self.draw),
+            RequestOptions(call.priority, call.cache_salt, self.draw, adapter=self.adapter(call.model)),
             arrival_time=call.arrival_time,
             beam=call.beam,
             rules=rules,

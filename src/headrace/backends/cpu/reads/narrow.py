@@ -33,7 +33,7 @@ WRITERS = {"rope_store": "k", "conv": "state", "delta": "state", "scan": "state"
 BY_ROW = frozenset(
     "embedding select_rows rms_norm layer_norm add softcap quantize activation xielu gated multiply scale softplus "
     "permute spread linear_i4 linear_i5 linear_i6 linear_i8 linear_k linear_w linear_f linear_each route moe_group "
-    "moe_gather moe_combine gather".split()
+    "moe_gather moe_combine gather adapt_in adapt_out".split()
 )
 """Operators that compute each row by itself. Of the others, `attention` takes any rows that follow each other."""
 
@@ -61,6 +61,8 @@ class Reads:
         self.here = replace(
             inputs, token_ids=np.zeros(most, np.int32), positions=np.zeros(most, np.int32),
             row_begin=np.zeros(num_chunks + 1, np.int32), start=np.zeros(num_chunks, np.int32),
+            adapted=None if inputs.adapted is None else np.zeros(1 + 3 * most, np.int32),
+            adapted_rows=None if inputs.adapted is None else np.zeros(most, np.int32),
         )  # fmt: skip
         self._flags: list[Ints] = []
         self.second: Tape | None = None
@@ -105,7 +107,7 @@ class Reads:
         outputs = {self._hidden.buffer, *self._narrow_streams}
         for buffer in cut.inner:
             moved[buffer] = place(buffer) if buffer in outputs else graph.buffer(buffer.row_bytes, buffer.dim)
-        by_row = ("token_ids", "positions", "row_begin", "start")
+        by_row = ("token_ids", "positions", "row_begin", "start", "adapted", "adapted_rows")
         moved |= {id(getattr(self._every, name)): getattr(self.here, name) for name in by_row}
         for node, before in cut.behind:
             fields = {name: with_moved(value, moved) for name, value in before.items()}
@@ -143,6 +145,7 @@ class Reads:
         here.row_begin[: num_chunks + 1] = read.begins
         here.start[:num_chunks] = np.add(chunks.starts, np.subtract(read.firsts, every.row_begin[:num_chunks]))
         here.positions[:num], here.token_ids[:num] = every.positions[rows_read], every.token_ids[rows_read]
+        here.fill_adapters(chunks, read.begins)
 
     def replace(self, num_rows: int) -> None:
         """Take the hidden states at the first places for those of a call of so many rows."""

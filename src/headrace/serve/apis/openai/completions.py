@@ -225,17 +225,21 @@ def _card_of(models: ModelSet, name: str, facts: ModelFacts) -> ModelCard:
     running = models.running_as(name)
     if running is None:
         created, root, context, measured = int(facts.modified), name, facts.context_length, None
-        activations, tags, names = "", list[str](), tuple[str, ...]()
+        activations, tags, names, parent = "", list[str](), tuple[str, ...](), None
     else:
         model, info = running.served, running.client.info
         # The path of the folder must not reach a client.
         root = info.model if model.stays_loaded else name
         created, context, measured = model.created, info.max_model_len, model.quality(info)
         activations, tags, names = info.activations, model.tags, model.names
+        parent = model.name if name in model.adapters else None
+        if parent is not None:
+            root, names, measured = name, (), None
     return ModelCard(
         id=name,
         created=created,
         root=root,
+        parent=parent,
         max_model_len=context,
         display_name=name,
         created_at=datetime.fromtimestamp(created, UTC).isoformat(),

@@ -232,7 +232,7 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """`type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
+    """An adapter's `parent` is its model. `type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
     llama-server's; `quality` is the report that `headrace bench quality --save` wrote next to the weights,
     `activations` the type of the numbers that quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags`
     the value of --tags."""
@@ -242,7 +242,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: Literal["headrace"] = "headrace"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
     type: Literal["model"] = "model"
     display_name: str

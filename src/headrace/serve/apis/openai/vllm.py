@@ -28,8 +28,6 @@ from headrace.serve.errors import CallError
 UNSERVED = {
     "/classify": "the models served here are decoders, without a head for classes; structured_outputs with a choice "
     "makes a decoder answer with one of several labels",
-    "/v1/load_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
-    "/v1/unload_lora_adapter": "adapters are not loaded; merge the adapter into the checkpoint",
 }
 """Routes of vLLM's that are not served, each with the reason."""
 

@@ -1,0 +1,117 @@
+"""Native adapters: two thin products of the rows that have one, against the arithmetic of csrc/include/kernels.h."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.native.kernels.calls import ISAS, Array, Floats, Values, call, fma, normals, padded, same, untouched
+
+from headrace.backends.adapters import LayerAdapter, Place, fill_tiles
+from headrace.backends.cpu.adapters import CpuAdapters, Spot
+from headrace.quant.arrays import cast, floats
+
+WIDTHS, RANKS, NUM_IN, MAX_RANK = [40, 17, 300], [(3, 1, 16), (0, 9, 2)], 70, 16
+TYPES = ["float32", "float16", "bfloat16"]
+
+
+def in_lanes(a: Floats, x: Floats) -> Floats:
+    """The sum of products as `lanes` of kernels.h: a [in], x [R, in] -> [R]."""
+    whole = -(-len(a) // 16) * 16
+    a, x = np.pad(a, (0, whole - len(a))), np.pad(x, ((0, 0), (0, whole - x.shape[1])))
+    sums = np.zeros((len(x), 16), np.float32)
+    for at in range(0, whole, 16):
+        sums = fma(a[at : at + 16], x[:, at : at + 16], sums)
+    for half in (8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half:]
+    return np.asarray(sums[:, 0])
+
+
+class Case:
+    """Two adapters of a matrix of three layers, the second of which has none for the first layer."""
+
+    def __init__(self, dtype: str) -> None:
+        self.adapters = CpuAdapters(2, MAX_RANK)
+        self.spot = self.adapters.spots["matrix"] = Spot(2, NUM_IN, WIDTHS)
+        self.weights: dict[tuple[int, int], LayerAdapter] = {}
+        begin = 0
+        for part, width in enumerate(WIDTHS):
+            place = Place("matrix", part, NUM_IN, begin, width, None)  # type: ignore[arg-type]
+            begin += width
+            for slot in range(2):
+                if rank := RANKS[slot][part]:
+                    a, b = (cast(normals(slot + 7 * part, *shape), dtype) for shape in ((rank, NUM_IN), (width, rank)))
+                    layer = self.weights[slot, part] = LayerAdapter(a, b, 0.75 + slot)
+                    self.adapters._put(slot, place, layer)
+
+    def run(self, isa: str, slots: list[int], x: Floats, before: Floats, num_threads: int) -> tuple[Floats, Floats]:
+        """Rows of the slots through both operators: A x, and the outputs to which the rest was added."""
+        rows, tiles = np.full(len(x), -1, np.int32), np.full(1 + 3 * len(x), -1, np.int32)
+        fill_tiles(slots, list(range(len(slots) + 1)), tiles, rows)
+        shared: Values = {"tiles": tiles, "list": rows, "table": self.spot.table, "parts": 3, "max_rank": MAX_RANK}
+        inner, out = padded(len(x), 3 * MAX_RANK), padded(len(x), sum(WIDTHS))
+        out[:, : sum(WIDTHS)] = before
+        facts: Values = {"x": x, "ld_x": x.shape[1], "num_in": NUM_IN, "out": inner, "ld_out": inner.shape[1]}
+        call("adapt_in", isa, len(x), num_threads=num_threads, **(shared | facts))
+        facts = {"begins": self.spot.begins, "x": inner, "ld_x": inner.shape[1], "out": out, "ld_out": out.shape[1]}
+        call("adapt_out", isa, len(x), num_threads=num_threads, **(shared | facts))
+        assert untouched(out, sum(WIDTHS))
+        return inner, out[:, : sum(WIDTHS)]
+
+    def expected(self, slots: list[int], x: Floats, before: Floats) -> Floats:
+        out = before.copy()
+        for (slot, part), (a, b, scale) in self.weights.items():
+            rows = [row for row, of_row in enumerate(slots) if of_row == slot]
+            inner = np.stack([in_lanes(each, x[rows]) * np.float32(scale) for each in floats(a)], axis=1)
+            total = np.zeros((len(rows), WIDTHS[part]), np.float32)
+            for i, column in enumerate(floats(b).T):
+                total = fma(inner[:, i : i + 1], column, total)
+            first = int(self.spot.begins[part])
+            out[rows, first : first + WIDTHS[part]] += total
+        return out
+
+
+def numbers(num_rows: int) -> tuple[Floats, Floats]:
+    return normals(1, num_rows, NUM_IN), normals(2, num_rows, sum(WIDTHS))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_rows_have_their_adapters_alone(isa: str, dtype: str) -> None:
+    case = Case(dtype)
+    slots = [1, -1, 0, 0, 1, 0, 0, 0, 1, -1, 0]
+    x, before = numbers(len(slots))
+    expected = case.expected(slots, x, before)
+    for num_threads in (1, 2, 5):
+        _, out = case.run(isa, slots, x, before, num_threads)
+        assert same(out, expected)
+    assert same(out[[1, 9]], before[[1, 9]])  # to the bit, as without adapters
+    assert not same(case.expected([0] * len(slots), x, before), expected)  # control: another adapter shows
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_has_the_same_bits_among_any_others(isa: str) -> None:
+    case = Case("bfloat16")
+    x, before = numbers(9)
+    alone = [case.run(isa, [row % 3 - 1], x[row : row + 1], before[row : row + 1], 1)[1] for row in range(9)]
+    together = case.run(isa, [row % 3 - 1 for row in range(9)], x, before, 3)[1]
+    assert same(np.concatenate(alone), together)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_is_not_finite_stays_so(isa: str) -> None:
+    case = Case("float32")
+    x, before = numbers(3)
+    x[1, 5] = np.inf
+    out: Array = case.run(isa, [0, 0, 0], x, before, 1)[1]
+    assert not np.isfinite(out[1]).any()
+    assert np.isfinite(out[[0, 2]]).all()
+
+
+def test_tiles_hold_each_row_once() -> None:
+    rows, tiles = np.zeros(12, np.int32), np.zeros(40, np.int32)
+    fill_tiles([2, -1, 0, 2], [0, 5, 6, 8, 12], tiles, rows)
+    assert tiles[0] == 4
+    assert tiles[1:13].reshape(-1, 3).tolist() == [[0, 2, 0], [2, 4, 2], [6, 4, 2], [10, 1, 2]]
+    assert rows[:11].tolist() == [6, 7, 0, 1, 2, 3, 4, 8, 9, 10, 11]
+    fill_tiles([], [0], tiles, rows)
+    assert tiles[0] == 0
