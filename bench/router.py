@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.core.prefix import root_key
 from headrace.fleet import traces
-from headrace.fleet.index import prefix_keys, root_key
+from headrace.fleet.index import prefix_keys
 from headrace.fleet.router import Router
 from headrace.fleet.simulator import Simulation, Sizes, percentile
 from headrace.protocol.kinds import ROUTERS
@@ -33,7 +34,7 @@ def routing(rounds: int) -> dict[str, float]:
     all of it, and each has 20,000 other blocks."""
     rng = random.Random(1)
     token_ids = [rng.randrange(128_000) for _ in range(NUM_TOKENS)]
-    keys = prefix_keys(token_ids, BLOCK, SECRET, root_key(SECRET, ""))
+    keys = prefix_keys(token_ids, BLOCK, SECRET, root_key(SECRET, "", "", b""))
     router = Router("prefix", NUM_REPLICAS, BLOCK)
     for index in range(NUM_REPLICAS):
         part = keys[: len(keys) * (index + 1) // NUM_REPLICAS]
@@ -42,7 +43,7 @@ def routing(rounds: int) -> dict[str, float]:
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
-        route = router.route(prefix_keys(token_ids, BLOCK, SECRET, root_key(SECRET, "")), NUM_TOKENS)
+        route = router.route(prefix_keys(token_ids, BLOCK, SECRET, root_key(SECRET, "", "", b"")), NUM_TOKENS)
         times.append(1e3 * (time.perf_counter() - start))
         if route is not None:
             router.ended(route)

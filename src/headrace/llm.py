@@ -25,7 +25,7 @@ from headrace.protocol.adapters import LoadAdapter, read_reply
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.defaults import sampling_defaults
-from headrace.protocol.errors import HeadraceError, RequestError
+from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Stats
 from headrace.text import inputs
@@ -66,8 +66,8 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for `LLM.generate`, as in vLLM: the folder `lora_path` is read at its first use. The name and the number
-    are the caller's own."""
+    """An adapter for `LLM.generate`, as in vLLM: the folder `lora_path` is read at its first use. The name and the
+    number are the caller's own."""
 
     lora_name: str
     lora_int_id: int

@@ -164,8 +164,12 @@ class _Line:
         return value
 
     def _keep(self, word: str) -> None:
-        # vLLM's way to give several names; before MODEL there is one.
-        if self._last_flag == "--served-model-name" and self._has_model and not word.startswith("-"):
+        # vLLM's way to give several values; before MODEL there is one.
+        if (
+            self._last_flag in ("--served-model-name", "--lora-modules")
+            and self._has_model
+            and not word.startswith("-")
+        ):
             self._words.append(self._last_flag)
         elif not word.startswith("-"):
             self._has_model, self._last_flag = True, ""

@@ -64,12 +64,12 @@ def test_nodes_of_memory_and_huge_pages_come_with_advice(tmp_path: Path, monkeyp
     assert section["memory_nodes"].startswith("2: 4 processors from 0, 2 processors from 4; ")
     assert "--data-parallel-size auto" in section["memory_nodes"]
     path = tmp_path / "enabled"
-    found = []
+    advice = []
     for text in ("always [madvise] never", "[always] madvise never", "always madvise [never]"):
         path.write_text(text)
-        found.append(doctor.huge_pages(path))
-    assert found[:2] == ["madvise: the weights lie on them", "always: the weights lie on them"]
-    assert found[2] == f"never: the weights lie on small pages; as root: echo madvise > {path}"
+        advice.append(doctor.huge_pages(path))
+    assert advice[:2] == ["madvise: the weights lie on them", "always: the weights lie on them"]
+    assert advice[2] == f"never: the weights lie on small pages; as root: echo madvise > {path}"
     assert doctor.huge_pages(tmp_path / "none") == "not told by this system"
 
 

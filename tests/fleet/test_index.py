@@ -7,9 +7,9 @@ import random
 import pytest
 
 from headrace.core.options import SchedulerOptions
+from headrace.core.prefix import root_key
 from headrace.core.reports import KEY_BYTES, KeyReports
 from headrace.core.scheduler import Scheduler
-from headrace.core.prefix import root_key
 from headrace.fleet.index import PrefixIndex, prefix_keys
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import CacheKeys, Request, StepResult

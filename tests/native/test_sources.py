@@ -9,7 +9,7 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = {path.relative_to(CSRC).as_posix(): path.read_text() for path in sorted(CSRC.rglob("*.[ch]*"))}
-MAX_LINES, MAX_FILE_LINES = 9_900, 500
+MAX_LINES, MAX_FILE_LINES = 10_100, 500
 # Plain C headers and the intrinsics. Those of the C++ library hold templates, and those end up in anybody's code.
 ALLOWED = re.compile(r"(?:arm_neon|assert|errno|float|immintrin|limits|math|stddef|stdint|string|unistd)\.h")
 

@@ -1,4 +1,4 @@
-"""Adapters of linear layers (LoRA; Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x) for the rows that have one.
+"""Adapters of linear layers (LoRA; Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x) for some rows.
 
 `Adapters` knows which matrices may have one, by the names of their layers in the checkpoint, and has a fixed number of
 slots; a backend keeps the weights in its own form. Knows names, shapes and slots; must not know files or requests.
@@ -8,18 +8,12 @@ Called by backends' ops, and by `engine.library`, which fills it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from headrace.backends.base import Matrix
-
-TILE_ROWS = 4
-"""Rows of one adapter that are multiplied together, as csrc/generic/adapters.cpp has it."""
 
 
 class LayerAdapter(NamedTuple):
@@ -36,6 +30,9 @@ class Layers(Protocol):
     @property
     def num_in(self) -> int: ...
 
+    @property
+    def num_outs(self) -> Sequence[int]: ...
+
     def layers(self) -> Iterator[tuple[str, int, NDArray[np.int64] | None]]: ...
 
 
@@ -43,7 +40,7 @@ class Place(NamedTuple):
     """Where a layer is: outputs begin ... begin + num_out - 1 of a matrix, whose output i is row order[i] of the
     checkpoint's layer. `part` counts the matrix's layers."""
 
-    matrix: Matrix
+    matrix: Any
     part: int
     num_in: int
     begin: int
@@ -63,7 +60,7 @@ class Adapters:
         self.num_slots, self.max_rank = num_slots, max_rank
         self.places: dict[str, Place] = {}
 
-    def add(self, matrix: Matrix, linear: Layers) -> None:
+    def add(self, matrix: Any, linear: Layers) -> None:
         """Note a matrix whose layers may have adapters."""
         begin = 0
         for part, (name, num_out, order) in enumerate(linear.layers()):
@@ -102,24 +99,3 @@ class Adapters:
                 f"{name}: A {list(shapes[0])} and B {list(shapes[1])}; the layer takes [{rank}, {place.num_in}] and "
                 f"[{place.num_out}, {rank}]"
             )
-
-
-def fill_tiles(slots: Sequence[int], begins: Sequence[int], tiles: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
-    """Write the rows of chunks in tiles of one slot: chunk c has rows begins[c] ... begins[c + 1] - 1 and slots[c], -1
-    for none. tiles: their number, then for each its first place in `rows`, its number of rows and its slot."""
-    tiles[0] = 0
-    if not slots or max(slots) < 0:
-        return
-    by_slot: dict[int, list[int]] = {}
-    for chunk, slot in enumerate(slots):
-        if slot >= 0:
-            by_slot.setdefault(slot, []).extend(range(begins[chunk], begins[chunk + 1]))
-    entries: list[int] = []
-    place = 0
-    for slot, of_slot in sorted(by_slot.items()):
-        rows[place : place + len(of_slot)] = of_slot
-        for first in range(0, len(of_slot), TILE_ROWS):
-            entries += (place + first, min(TILE_ROWS, len(of_slot) - first), slot)
-        place += len(of_slot)
-    tiles[1 : 1 + len(entries)] = entries
-    tiles[0] = len(entries) // 3

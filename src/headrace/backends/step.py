@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.adapters import fill_tiles
+from headrace.backends.tiles import fill_tiles
 from headrace.protocol.kinds import CacheKind
 
 Ints: TypeAlias = Any
@@ -129,7 +129,7 @@ class StepRows:
     state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or
     -1; None for a model without states.
     features: the rows' further inputs, as the backend's operators take them, or None.
-    adapted, adapted_rows: the tiles of rows with adapters (`adapters.fill_tiles`); None where there are no adapters.
+    adapted, adapted_rows: the tiles of rows with adapters (`tiles.fill_tiles`); None where there are no adapters.
     """
 
     token_ids: Ints

@@ -128,7 +128,8 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
         of_layer = _of(ranks, layer, rank)
         if len(a) != of_layer or b.shape[1] != of_layer or of_layer < 1:
             raise CheckpointError(
-                f"{file.path}: {layer} has A {list(a.shape)} and B {list(b.shape)}; {path.name} gives it rank {of_layer:g}"
+                f"{file.path}: {layer} has A {list(a.shape)} and B {list(b.shape)}; its rank in {path.name} is "
+                f"{of_layer:g}"
             )
         root = math.sqrt(of_layer) if config.get("use_rslora") else of_layer
         layers[layer] = LayerAdapter(a, b, float(_of(alphas, layer, alpha)) / root)

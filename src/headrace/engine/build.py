@@ -20,7 +20,7 @@ from headrace.core.options import SchedulerOptions
 from headrace.core.scheduler import Scheduler
 from headrace.engine.core import EngineCore
 from headrace.engine.fingerprint import fingerprint_of
-from headrace.protocol.adapters import AdapterStore, LoadedAdapter
+from headrace.protocol.adapters import AdapterStore, LoadedAdapter, named_paths
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
@@ -64,7 +64,7 @@ def load_adapters(store: AdapterStore, config: EngineConfig, is_restart: bool) -
     """Load the adapters of the config, and return them by name. One that can not be loaded again at a restart is left
     out, for others use the engine too. Raises `RequestError`."""
     loaded: dict[str, LoadedAdapter] = {}
-    for name, path in config.adapters.items():
+    for name, path in named_paths(config.lora_modules or ()).items():
         try:
             loaded[name] = store.load(path)
         except RequestError as error:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from headrace.core.options import SchedulerOptions
+from headrace.core.prefix import root_key
 from headrace.core.reports import KeyReports
 from headrace.core.requests import verify_fit
 from headrace.core.scheduler import Scheduler
 from headrace.fleet.dispatch import Dispatcher, has_room
-from headrace.core.prefix import root_key
 from headrace.fleet.index import prefix_keys
 from headrace.fleet.router import Route, Router
 from headrace.fleet.traces import Call

@@ -13,7 +13,7 @@ ONE_RANK = "the ranks of a model are processes of one host; see --tensor-paralle
 _HOSTS = "ranks of other hosts come by themselves, each by a headrace rank; see --rendezvous"
 _ENGINES = "engines of other hosts are named: run a headrace engine on each, and name them with --engine"
 TEXT_ONLY = "models read text only"
-NO_LORA = "merge the adapter into the checkpoint"
+NO_LORA = "give a folder in PEFT's layout with --enable-lora --lora-modules name=path; see howto-adapters.md"
 TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
 NO_TOOLS = "the server runs no tools; the client does"
 _FORMATS = "formats are those of the chat template; see --tool-call-parser and --reasoning-parser"
@@ -171,10 +171,10 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _refused("--kv-transfer-config --kv-events-config", "one process computes prompts and answers"),
     _refused("--weight-transfer-config", "start engines with the new weights; see howto-scale.md"),
     _refused("--enable-return-routed-experts --tokens-only", "replies do not have them", takes_value=False),
-    _refused("--enable-lora", NO_LORA, takes_value=False),
-    _refused("--lora-modules --max-loras --max-lora-rank --lora-dtype --max-cpu-loras --default-mm-loras", NO_LORA),
-    _refused("--fully-sharded-loras --specialize-active-lora", NO_LORA, takes_value=False),
-    _refused("--enable-tower-connector-lora", NO_LORA, takes_value=False),
+    _no_effect("--max-cpu-loras --lora-dtype", "adapters stay in memory as they are stored; see --max-loras"),
+    _switch("--fully-sharded-loras --specialize-active-lora", "adapters cost what their rows take"),
+    _refused("--default-mm-loras", TEXT_ONLY),
+    _refused("--enable-tower-connector-lora", TEXT_ONLY, takes_value=False),
     _refused("--ssl-ciphers", TLS),
     _refused("--enable-ssl-refresh", TLS, takes_value=False),
     _refused("--return-tokens-as-token-ids", "set return_token_ids in a request", takes_value=False),

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
 from headrace.protocol.errors import RequestError
+
+
+class NamedAdapter(msgspec.Struct, frozen=True):
+    """One of vLLM's --lora-modules as JSON."""
+
+    name: str
+    path: str
+
+
+def named_paths(modules: Iterable[str]) -> dict[str, str]:
+    """Return the folders of adapters by name: each is name=path, or vLLM's JSON object with both. Raises
+    `RequestError`."""
+    paths: dict[str, str] = {}
+    for text in modules:
+        name, _, path = text.partition("=")
+        if text.lstrip().startswith("{"):
+            try:
+                named = msgspec.json.decode(text, type=NamedAdapter)
+            except msgspec.MsgspecError:
+                named = NamedAdapter("", "")
+            name, path = named.name, named.path
+        if not name or not path or name in paths:
+            raise RequestError("lora_modules", text, "name=path, each name once")
+        paths[name] = path
+    return paths
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):

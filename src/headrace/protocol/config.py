@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.protocol.adapters import named_paths
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import POLICIES, ROUTERS
@@ -65,13 +66,6 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str
     tls_key: str
     tls_ca: str
-
-
-class NamedAdapter(msgspec.Struct, frozen=True):
-    """One of vLLM's --lora-modules as JSON."""
-
-    name: str
-    path: str
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -160,7 +154,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                 raise RequestError(name, getattr(self, name), f"an integer from 1 to {most}")
         if self.lora_modules and not self.enable_lora:
             raise RequestError("lora_modules", self.lora_modules, "left out without enable_lora")
-        if len(self.adapters) > self.max_loras:
+        if len(named_paths(self.lora_modules or ())) > self.max_loras:
             raise RequestError("lora_modules", self.lora_modules, f"at most max_loras, {self.max_loras}")
         if self.enable_lora and self.ranks[1] > 1:
             raise RequestError("enable_lora", True, f"left out with {self.ranks[0]} {self.ranks[1]}")
@@ -182,24 +176,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not gathers and name is not None:
             bound = "left out with pipeline_parallel_size: stages send their rows over the connection with TLS"
             raise RequestError("distributed_interface", name, bound)
-
-    @property
-    def adapters(self) -> dict[str, str]:
-        """The folders of `lora_modules` by name: each is name=path, or vLLM's JSON object with both. Raises
-        `RequestError`."""
-        paths: dict[str, str] = {}
-        for text in self.lora_modules or ():
-            name, _, path = text.partition("=")
-            if text.lstrip().startswith("{"):
-                try:
-                    named = msgspec.json.decode(text, type=NamedAdapter)
-                except msgspec.MsgspecError:
-                    named = NamedAdapter("", "")
-                name, path = named.name, named.path
-            if not name or not path or name in paths:
-                raise RequestError("lora_modules", text, "name=path, each name once")
-            paths[name] = path
-        return paths
 
     @property
     def policy(self) -> str:

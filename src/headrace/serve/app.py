@@ -38,8 +38,8 @@ from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server.slots import Folder
 from headrace.serve.apis.ollama import service as ollama
-from headrace.serve.apis.openai import completions as openai_completions
 from headrace.serve.apis.openai import adapters, vllm
+from headrace.serve.apis.openai import completions as openai_completions
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
 from headrace.serve.call.parsing import seconds_of

@@ -151,8 +151,8 @@ class RequestOptions(NamedTuple):
     """The further data of a call's requests, apart from prompt and parameters.
 
     draw: returns a seed where a call has none. tokenizer: encodes the texts in the parameters. marks: the marks of the
-    model's reasoning. adapter: the digest of the adapter that answers. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
-    them under the reply's id.
+    model's reasoning. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
+    them under the reply's id. adapter: the digest of the one that answers.
     """
 
     priority: int = 0

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from tests.native.kernels.calls import ISAS, Array, Floats, Values, call, fma, normals, padded, same, untouched
 
-from headrace.backends.adapters import LayerAdapter, Place, fill_tiles
-from headrace.backends.cpu.adapters import CpuAdapters, Spot
+from headrace.backends.adapters import LayerAdapter
+from headrace.backends.cpu.adapters import CpuAdapters
+from headrace.backends.tiles import fill_tiles
+from headrace.models.weights import Linear
 from headrace.quant.arrays import cast, floats
 
 WIDTHS, RANKS, NUM_IN, MAX_RANK = [40, 17, 300], [(3, 1, 16), (0, 9, 2)], 70, 16
@@ -31,17 +33,16 @@ class Case:
 
     def __init__(self, dtype: str) -> None:
         self.adapters = CpuAdapters(2, MAX_RANK)
-        self.spot = self.adapters.spots["matrix"] = Spot(2, NUM_IN, WIDTHS)
+        self.adapters.add("matrix", Linear(["0", "1", "2"], NUM_IN, WIDTHS))
+        self.spot = self.adapters.spots["matrix"]
         self.weights: dict[tuple[int, int], LayerAdapter] = {}
-        begin = 0
-        for part, width in enumerate(WIDTHS):
-            place = Place("matrix", part, NUM_IN, begin, width, None)  # type: ignore[arg-type]
-            begin += width
-            for slot in range(2):
-                if rank := RANKS[slot][part]:
+        for slot, ranks in enumerate(RANKS):
+            for part, (rank, width) in enumerate(zip(ranks, WIDTHS, strict=True)):
+                if rank:
                     a, b = (cast(normals(slot + 7 * part, *shape), dtype) for shape in ((rank, NUM_IN), (width, rank)))
-                    layer = self.weights[slot, part] = LayerAdapter(a, b, 0.75 + slot)
-                    self.adapters._put(slot, place, layer)
+                    self.weights[slot, part] = LayerAdapter(a, b, 0.75 + slot)
+            mine = {str(part): layer for (of_slot, part), layer in self.weights.items() if of_slot == slot}
+            self.adapters.load(slot, mine)
 
     def run(self, isa: str, slots: list[int], x: Floats, before: Floats, num_threads: int) -> tuple[Floats, Floats]:
         """Rows of the slots through both operators: A x, and the outputs to which the rest was added."""

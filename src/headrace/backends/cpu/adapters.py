@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.adapters import Adapters, LayerAdapter, Place
+from headrace.backends.adapters import Adapters, LayerAdapter, Layers, Place
 from headrace.backends.cpu.memory import aligned
 from headrace.quant.arrays import cast, floats, type_name
 
 if TYPE_CHECKING:
     from headrace.backends.graph import Graph, Value
     from headrace.backends.step import StepRows
-    from headrace.models.weights import Linear
 
 PART = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i4"), ("type", "i4"), ("scale", "f8")])
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -32,7 +31,7 @@ class Spot:
         self.num_in = num_in
         self.begins = np.cumsum([0, *widths], dtype=np.int64)
         self.table = np.zeros((num_slots, len(widths)), PART)
-        self.kept: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+        self.matrices: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
 
 
 class CpuAdapters(Adapters):
@@ -43,45 +42,46 @@ class CpuAdapters(Adapters):
         self.spots: dict[Any, Spot] = {}
         self.rows: StepRows | None = None
 
-    def add(self, matrix: Any, linear: Linear) -> None:
+    def add(self, matrix: Any, linear: Layers) -> None:
         super().add(matrix, linear)
         self.spots[matrix] = Spot(self.num_slots, linear.num_in, list(linear.num_outs))
 
     def clear(self, slot: int) -> None:
         for spot in self.spots.values():
             spot.table[slot] = 0
-            for key in [key for key in spot.kept if key[0] == slot]:
-                del spot.kept[key]
+            for key in [key for key in spot.matrices if key[0] == slot]:
+                del spot.matrices[key]
 
     def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
         spot, dtype = self.spots[place.matrix], stored_type(layer)
         a, b = padded(layer.a, dtype), padded(layer.b.T, dtype)
-        spot.kept[slot, place.part] = a, b
+        spot.matrices[slot, place.part] = a, b
         address_a, address_b = a.ctypes.data, b.ctypes.data
         spot.table[slot, place.part] = address_a, address_b, len(layer.a), TYPES[dtype], layer.scale
 
     def before(self, graph: Graph, x: Value, matrix: Any) -> Value | None:
         """Put the record of A x for a matrix that may have adapters, and return its outputs."""
-        spot = self.spots.get(matrix)
-        if spot is None or self.rows is None or self.rows.adapted is None:
+        spot, rows = self.spots.get(matrix), self.rows
+        if spot is None or rows is None or rows.adapted is None:
             return None
         out = graph.value(len(spot.begins[1:]) * self.max_rank, x.dim)
-        fields = self._fields(spot) | {"x": graph.read(x), "ld_x": x.ld, "num_in": spot.num_in}
+        fields = self._fields(spot, rows) | {"x": graph.read(x), "ld_x": x.ld, "num_in": spot.num_in}
         graph.put("adapt_in", x.dim, out, fields | {"out": out.buffer, "ld_out": out.ld})
         out.node = None
         return out
 
     def after(self, graph: Graph, inner: Value, matrix: Any, out: Value) -> None:
         """Put the record that adds B `inner` to the product `out`."""
-        spot = self.spots[matrix]
-        fields = self._fields(spot) | {"begins": spot.begins, "x": graph.read(inner), "ld_x": inner.ld}
+        spot, rows = self.spots[matrix], self.rows
+        if rows is None:
+            raise ValueError("no program is recorded")
+        fields = self._fields(spot, rows) | {"begins": spot.begins, "x": graph.read(inner), "ld_x": inner.ld}
         graph.touch(out.buffer)
         graph.put("adapt_out", out.dim, None, fields | {"out": out.at, "ld_out": out.ld})
         out.node = None  # a residual, or codes, must come behind it
 
-    def _fields(self, spot: Spot) -> dict[str, Any]:
-        assert self.rows is not None
-        facts = {"tiles": self.rows.adapted, "list": self.rows.adapted_rows, "table": spot.table}
+    def _fields(self, spot: Spot, rows: StepRows) -> dict[str, Any]:
+        facts = {"tiles": rows.adapted, "list": rows.adapted_rows, "table": spot.table}
         return facts | {"parts": len(spot.begins) - 1, "max_rank": self.max_rank}
 
 

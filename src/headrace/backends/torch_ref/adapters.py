@@ -22,7 +22,7 @@ class RefAdapters(Adapters):
     def __init__(self, num_slots: int, max_rank: int, device: torch.device) -> None:
         super().__init__(num_slots, max_rank)
         self.device, self.rows = device, dict[int, Tensor]()
-        # By matrix: of each slot the layers' places and weights, A [in, rank] and B [rank, out], padded to multiples of 16.
+        # By matrix: of each slot the layers' places and weights, A [in, rank] and B [rank, out], in multiples of 16.
         self._layers: dict[Any, dict[int, list[tuple[Place, Tensor, Tensor, float]]]] = defaultdict(dict)
 
     def follow(self, chunks: Chunks) -> None:

@@ -19,6 +19,7 @@ from itertools import count
 
 import msgspec
 
+from headrace.core.prefix import root_key
 from headrace.engine.client import EngineClient
 from headrace.engine.core import verify
 from headrace.engine.links import Link
@@ -27,7 +28,6 @@ from headrace.engine.order_calls import Orders
 from headrace.engine.orders import ReadFingerprint
 from headrace.engine.replica import Replica
 from headrace.fleet.dispatch import Dispatcher, has_room
-from headrace.core.prefix import root_key
 from headrace.fleet.index import prefix_keys
 from headrace.fleet.router import Route, Router
 from headrace.protocol import frames

@@ -336,6 +336,10 @@ class ServedModel:
         """Return the model name in the reply to a request with `name`: the same if it is one of the model's."""
         return name if name in self.names or name in self.adapters else self.name
 
+    def reply_name(self, name: str | None) -> str:
+        """Return the name in replies of OpenAI's API: the model's first, or the adapter's that a request names."""
+        return name if name is not None and name in self.adapters else self.name
+
     def adapter(self, name: str | None) -> str:
         """Return the digest of the adapter that a request names, "" where it names the model."""
         return self.adapters[name].digest if name in self.adapters else ""

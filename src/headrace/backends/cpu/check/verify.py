@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headrace.backends.base import HeadForm, HeadNorm, Heads, LayerShape, RopeTable, Routing, Scoring
 from headrace.backends.cpu.cache import STORED, TYPE_CODES, TYPE_NAMES, numbers, widened
+from headrace.backends.cpu.check.adapted import adapt_in, adapt_out
 from headrace.backends.cpu.experts import SCORES
 from headrace.backends.cpu.matrix import unpacked
 from headrace.backends.cpu.products import KIND_CODES, KINDS
@@ -33,7 +34,6 @@ from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import LayerCache, make_caches
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.tensors import tensor
-from headrace.quant.arrays import BF16, floats
 from headrace.quant.base import QWeight, source_of
 from headrace.quant.formats.gguf_blocks import decode
 from headrace.quant.schemes import K_BLOCK, K_TYPES
@@ -458,47 +458,6 @@ def _softplus(view: View) -> Expected:
     return {"out": view.ops.softplus(view.x(), bias, factor, view["low"], view["high"])}
 
 
-def _weights(view: View, slot: int, part: int, name: str, width: int) -> Tensor:
-    """Return a matrix [rank, width] of an adapter out of the table."""
-    entry = view["table"][slot, part]
-    num, ld, dtype = int(entry["rank"]), -(-width // 16) * 16, (np.float32, np.float16, BF16)[entry["type"]]
-    raw = (ctypes.c_char * (num * ld * np.dtype(dtype).itemsize)).from_address(int(entry[name])) if num else b""
-    return torch.from_numpy(floats(np.frombuffer(raw, dtype).reshape(num, ld)[:, :width]).copy())
-
-
-def _adapted(view: View, out: Tensor, add: Callable[[int, int, list[int]], None]) -> Expected:
-    """Call `add` with the slot, the part and the rows of each tile; it changes `out`."""
-    tiles, rows = view["tiles"], view["list"]
-    for first, num, slot in tiles[1 : 1 + 3 * tiles[0]].reshape(-1, 3).tolist():
-        for part in range(view["parts"]):
-            if view["table"][slot, part]["rank"]:
-                add(slot, part, rows[first : first + num].tolist())
-    return {"out": out}
-
-
-def _adapt_in(view: View) -> Expected:
-    max_rank, x = view["max_rank"], view.rows(view["num_in"])
-    out = view.rows(view["parts"] * max_rank, "out", "ld_out").clone()
-
-    def add(slot: int, part: int, rows: list[int]) -> None:
-        a, scale = _weights(view, slot, part, "a", view["num_in"]), float(view["table"][slot, part]["scale"])
-        out[rows, part * max_rank : part * max_rank + len(a)] = x[rows] @ a.T * scale
-
-    return _adapted(view, out, add)
-
-
-def _adapt_out(view: View) -> Expected:
-    max_rank, begins = view["max_rank"], view["begins"]
-    x, out = view.rows(view["parts"] * max_rank), view.rows(int(begins[-1]), "out", "ld_out").clone()
-
-    def add(slot: int, part: int, rows: list[int]) -> None:
-        b = _weights(view, slot, part, "b", int(begins[part + 1] - begins[part]))
-        first = part * max_rank
-        out[rows, begins[part] : begins[part + 1]] += x[rows, first : first + len(b)] @ b
-
-    return _adapted(view, out, add)
-
-
 REFERENCE: dict[str, Callable[[View], Expected]] = {
     "embedding": _embedding,
     "select_rows": _select,
@@ -513,13 +472,7 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "gated": _gated,
     "rope_store": _rope_store,
     "attention": _attention,
-    "linear_i4": _linear,
-    "linear_i5": _linear,
-    "linear_i6": _linear,
-    "linear_i8": _linear,
-    "linear_k": _linear,
-    "linear_w": _linear,
-    "linear_f": _linear,
+    **dict.fromkeys([f"linear_{kind}" for kind in ("i4", "i5", "i6", "i8", "k", "w", "f")], _linear),
     "route": _route,
     "moe_group": _group,
     "moe_gather": _gather,
@@ -539,6 +492,6 @@ REFERENCE: dict[str, Callable[[View], Expected]] = {
     "scan": _scan,
     "softplus": _softplus,
     "spread": _spread,
-    "adapt_in": _adapt_in,
-    "adapt_out": _adapt_out,
+    "adapt_in": adapt_in,
+    "adapt_out": adapt_out,
 }

@@ -34,7 +34,7 @@ from headrace.serve.errors import CallError
 INSTEAD = {
     "/slots/{slot_id}": "start the server with --slot-save-path FOLDER, where session files are kept",
     "/slots": "start the server without --no-slots",
-    "/lora-adapters": "adapters are not loaded; merge the adapter into the checkpoint",
+    "/lora-adapters": "an adapter is a model of its own here, which a request names; see howto-adapters.md",
 }
 """The alternative to each route that is not served. The route of slots is served with the flag."""
 ACTIONS = ("save", "restore", "erase")

@@ -291,7 +291,7 @@ class LlamaAnswer(Readable):
             index=place,
             id_slot=self._slot(place),
             stop=True,
-            model=self._model.name,
+            model=self._model.reply_name(self.answer.call.model),
             tokens_predicted=len(state.token_ids),
             tokens_evaluated=len(state.request.prompt_token_ids),
             generation_settings=settings(state.request.params, self._model.front.info.eos_token_ids)

@@ -15,7 +15,7 @@ IGNORED = {
     "min_keep": "filters keep at least one token, and no other number",
     "t_max_predict_ms": "the same request must give the same answer at every speed; use n_predict",
     "n_cache_reuse": "prefixes are always reused token by token",
-    "lora": "no adapters are loaded",
+    "lora": "name the adapter as the model of the request",
     "grammar_lazy": "a grammar holds from the first token",
     "grammar_triggers": "a grammar holds from the first token",
     "preserved_tokens": "skip_special_tokens decides about special tokens",

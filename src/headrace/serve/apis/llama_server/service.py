@@ -189,7 +189,8 @@ class LlamaServer:
             raise RequestError("embd_normalize", request.embd_normalize, "2 (length 1) or -1 (as they are)")
         prompts = await self._prompts(request.content, "content")
         with spelled({"prompt": "content"}):
-            options = VectorOptions(normalize=request.embd_normalize != -1)
+            adapter = self.model.adapter(request.model)
+            options = VectorOptions(normalize=request.embd_normalize != -1, adapter=adapter)
             embedded = await vectors(self.model.front, prompts, options, "content")
         return [reply.LlamaVector(index=index, embedding=[row]) for index, row in enumerate(embedded.rows)]
 

@@ -143,7 +143,10 @@ class Ollama:
             )
         with spelled({"prompt": field}):
             most = None if request.truncate is False else -1
-            options = VectorOptions(None, request.dimensions, normalize=not older, truncate_prompt_tokens=most)
+            adapter = self.model.adapter(request.model)
+            options = VectorOptions(
+                None, request.dimensions, normalize=not older, truncate_prompt_tokens=most, adapter=adapter
+            )
             embedded = await vectors(self.model.front, [value] if isinstance(value, str) else value, options, field)
         warnings = request.warnings.reply()
         if older:
@@ -166,7 +169,7 @@ class Ollama:
         elsewhere."""
         name = self._name(request.model)
         self.model.check_model(name)
-        if name not in self.model.names:
+        if name not in self.model.names and name not in self.model.adapters:
             request.model = self.model.name
 
     def _stay(self, request: EmbedRequest | GenerationRequest) -> None:
@@ -180,7 +183,8 @@ class Ollama:
     def _name(self, name: str) -> str:
         """Return a name without the tag `latest`, which Ollama's clients add."""
         bare = name.removesuffix(":latest")
-        return bare if name not in self.model.names and bare in self.model.names else name
+        known = {*self.model.names, *self.model.adapters}
+        return bare if name not in known and bare in known else name
 
     def _read(self, kind: type[T], body: dict[str, Any]) -> T:
         """Return the body of a generation, its options checked. Raises `RequestError`, `ModelNotFoundError`."""

@@ -64,7 +64,7 @@ class OpenAIAnswer(Readable):
         self._verbose = reply.Verbose(prompt=answer.texts[0]) if is_verbose and answer.texts[0] is not None else UNSET
         info = model.front.info
         self._created = int(time.time())
-        self._model = model.name
+        self._model = model.reply_name(answer.call.model)
         self._fingerprint = f"headrace-{__version__}-{info.backend}-{info.dtype}"
         self._seed = _seed(self.generation.states[0])
 

@@ -161,7 +161,7 @@ class Embeddings:
         data = [Vector(index=i, embedding=row) for i, row in enumerate(rows)]
         return EmbeddingReply(
             data=data,
-            model=self.model.name,
+            model=self.model.reply_name(request.model),
             usage=_usage(embedded),
             explain=self._explain(request, embedded),
             warnings=request.warnings.reply(),
@@ -178,7 +178,7 @@ class Embeddings:
             id=f"pool-{new_request_id()}",
             created=int(time.time()),
             data=data,
-            model=self.model.name,
+            model=self.model.reply_name(request.model),
             usage=_usage(embedded),
             explain=self._explain(request, embedded),
             warnings=request.warnings.reply(),
@@ -198,6 +198,7 @@ class Embeddings:
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            adapter=self.model.adapter(request.model),
         )
         embedded = await vectors(self.model.front, as_prompts(request.input, "input"), options)
         if request.encoding_format != "base64":
@@ -220,7 +221,7 @@ class Embeddings:
         return ScoreReply(
             id=f"score-{new_request_id()}",
             data=data,
-            model=self.model.name,
+            model=self.model.reply_name(request.model),
             usage=_usage(first, second),
             explain=self._explain(request, first, second),
             warnings=request.warnings.reply(),
@@ -245,14 +246,15 @@ class Embeddings:
         return RerankReply(
             id=f"rerank-{new_request_id()}",
             results=results,
-            model=self.model.name,
+            model=self.model.reply_name(request.model),
             usage=_usage(query, documents),
             explain=self._explain(request, query, documents),
             warnings=request.warnings.reply(),
         )
 
     async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
-        options = VectorOptions(request.pooling, truncate_prompt_tokens=request.truncate_prompt_tokens)
+        most, adapter = request.truncate_prompt_tokens, self.model.adapter(request.model)
+        options = VectorOptions(request.pooling, truncate_prompt_tokens=most, adapter=adapter)
         return await vectors(self.model.front, texts, options, field)
 
     def _explain(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> Explanations:

@@ -232,10 +232,10 @@ class ChatCompletionChunk(Head, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """An adapter's `parent` is its model. `type`, `display_name` and `created_at` are Anthropic's, `aliases` (all names, where there are several)
-    llama-server's; `quality` is the report that `headrace bench quality --save` wrote next to the weights,
-    `activations` the type of the numbers that quantised weights are multiplied with (int8, 16bit, mixed, fp8), `tags`
-    the value of --tags."""
+    """An adapter's `parent` is its model. `type`, `display_name` and `created_at` are Anthropic's, `aliases` (all
+    names, if there are several) llama-server's; `quality` is the report that `headrace bench quality --save` wrote
+    next to the weights, `activations` the type of the numbers that quantised weights are multiplied with (int8, 16bit,
+    mixed, fp8), `tags` the value of --tags."""
 
     id: str
     object: Literal["model"] = "model"

@@ -276,7 +276,7 @@ class Responses:
         history, named = await self._named(request, items)
         call, tools = chat_call(request, shared)
         chat = await self._chat(model, request, call, without_hosted(named, call.warnings), size_of(history))
-        response = response_object(model.name, request, chat, response_id)
+        response = response_object(model.reply_name(request.model), request, chat, response_id)
         entry = replay.StoredResponse(response=response, input=items, history=history)
         answer = ResponseAnswer(self, request, chat, entry, tools)
         answer.explain, answer.encoding = model.explain, model.front.encoding

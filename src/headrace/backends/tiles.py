@@ -1,0 +1,35 @@
+"""`fill_tiles`: a step's rows with adapters in tiles, as csrc/generic/adapters.cpp reads them.
+
+Knows rows and slots; must not know adapters. Called by `backends.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+TILE_ROWS = 4
+"""Rows of one adapter that are multiplied together."""
+
+
+def fill_tiles(slots: Sequence[int], begins: Sequence[int], tiles: NDArray[np.int32], rows: NDArray[np.int32]) -> None:
+    """Write the rows of chunks in tiles of one slot: chunk c has rows begins[c] ... begins[c + 1] - 1 and slots[c], -1
+    for none. tiles: their number, then for each its first place in `rows`, its number of rows and its slot."""
+    tiles[0] = 0
+    if not slots or max(slots) < 0:
+        return
+    by_slot: dict[int, list[int]] = {}
+    for chunk, slot in enumerate(slots):
+        if slot >= 0:
+            by_slot.setdefault(slot, []).extend(range(begins[chunk], begins[chunk + 1]))
+    entries: list[int] = []
+    place = 0
+    for slot, of_slot in sorted(by_slot.items()):
+        rows[place : place + len(of_slot)] = of_slot
+        for first in range(0, len(of_slot), TILE_ROWS):
+            entries += (place + first, min(TILE_ROWS, len(of_slot) - first), slot)
+        place += len(of_slot)
+    tiles[1 : 1 + len(entries)] = entries
+    tiles[0] = len(entries) // 3
