@@ -106,12 +106,12 @@ def test_requests_that_run_keep_their_adapter(server: Served, paths: list[Path])
 
 
 def test_every_door_has_the_adapter(server: Served) -> None:
-    said = [{"role": "user", "content": "hi"}]
+    talk = [{"role": "user", "content": "hi"}]
     doors: list[tuple[str, dict[str, Any], Any]] = [
-        ("/v1/chat/completions", {"messages": said}, lambda reply: reply["choices"][0]["message"]["content"]),
-        ("/v1/messages", {"messages": said}, lambda reply: reply["content"][0]["text"]),
+        ("/v1/chat/completions", {"messages": talk}, lambda reply: reply["choices"][0]["message"]["content"]),
+        ("/v1/messages", {"messages": talk}, lambda reply: reply["content"][0]["text"]),
         ("/v1/responses", {"input": "hi"}, lambda reply: reply["output"][0]["content"][0]["text"]),
-        ("/api/chat", {"messages": said}, lambda reply: reply["message"]["content"]),
+        ("/api/chat", {"messages": talk}, lambda reply: reply["message"]["content"]),
         ("/api/generate", {"prompt": "hi"}, lambda reply: reply["response"]),
         ("/completion", {"prompt": "hi"}, lambda reply: reply["content"]),
         ("/api/embed", {"input": "hi"}, lambda reply: reply["embeddings"]),

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.docs import pages
 from tests.docs.pages import PAGES, SHELLS, Block, blocks, commands, program
+from tests.support.adapters import write_adapter
 from tests.support.serving import serve
 from tests.support.shallow import shallow
 
@@ -30,6 +32,8 @@ pytestmark = pytest.mark.in_order
 NOT_RUN = {
     "make": "sets up an environment, or runs these tests",
     "git worktree": "changes the repository",
+    "curl -X POST localhost:8000/v1/load_lora_adapter": "for a server with adapters; tests/adapters has one",
+    "curl -X POST localhost:8000/v1/unload_lora_adapter": "for a server with adapters; tests/adapters has one",
     "pip install": "changes the environment",
     "python -m pip install": "changes the environment",
     "pytest": "the tests themselves",
@@ -131,6 +135,8 @@ def folder(root: Path, block: Block) -> Path:
         (path / name).write_text(request)
     [trace] = [block.text for block in BLOCKS if block.page == "howto-plan.md" and block.language == "json"]
     (path / "trace.jsonl").write_text(trace)
+    if block.page == "howto-adapters.md":
+        write_adapter(path / "adapters" / "sql", {"model.layers.0.self_attn.q_proj.weight": torch.zeros(256, 256)})
     (path / "text.txt").write_text("Once upon a time there was a little dog. He liked to run in the park. " * 8)
     return path
 
