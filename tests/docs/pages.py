@@ -120,7 +120,7 @@ def check(words: Sequence[str]) -> None:
     elif name == "pytest":
         if missing := [word for word in words[1:] if "/" in word and not (ROOT / word).exists()]:
             raise ValueError(f"there is no {missing[0]}")
-    elif name not in ("git", "tail", "lm_eval", "npm", "export", "openssl", "ray", *AGENTS):
+    elif name not in ("git", "tail", "curl", "lm_eval", "npm", "export", "openssl", "ray", *AGENTS):
         raise ValueError(f"nothing is known of the command {name}")
 
 
