@@ -79,6 +79,12 @@ int64_t Tape::add(int op, const void* args, size_t size) {
     return this->size() - 1;
 }
 
+/* Whether no row has an adapter: the number of tiles was written before the run. */
+static bool is_idle(int op, const void* args) {
+    if (op == HR_OP_adapt_in) return ((const HrArgs_adapt_in*)args)->tiles[0] == 0;
+    return op == HR_OP_adapt_out && ((const HrArgs_adapt_out*)args)->tiles[0] == 0;
+}
+
 struct Tape::Walk {
     Tape* tape;
     int64_t first, last, *ns;
@@ -94,7 +100,7 @@ void Tape::walk(void* context, int tid, int num) {
     for (int64_t i = walk.first; i < walk.last; i++) {
         const Record& record = records[i];
         /* All threads read the same number: it was written before the last barrier. */
-        if (dims[*(const int64_t*)record.args] > 0) {
+        if (dims[*(const int64_t*)record.args] > 0 && !is_idle(record.op, record.args)) {
             record.fn(record.args, &task);
             /* Behind the last one the end of the run is barrier enough. */
             if (i + 1 < walk.last || walk.ns) team_barrier(num);

@@ -2,20 +2,30 @@
 
 A case is an engine (a covering array over `ENGINE`: every two values of two axes meet) that is given the same requests
 twice, cold and warm. The reference of a request is made alone, on a cold cache, without any of it. Token ids and
-log-probability bits must be equal. What varies by request (temperature, grammar, stop, n, penalties) is in `REQUESTS`.
+log-probability bits must be equal. What varies by request (temperature, grammar, stop, n, penalties, adapter) is in
+`REQUESTS`.
+A reference without an adapter is made by an engine that takes none.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
+import shutil
+import tempfile
 import time
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
+import torch
+from tests.support.adapters import write_adapter
 from tests.support.law import PROMPTS, Bits, groups_of, make_core, run
 
-from headrace import hub
+from headrace import builtin, hub
+from headrace.checkpoint.adapters import read as read_adapter
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
@@ -41,6 +51,7 @@ REQUESTS: dict[str, list[Any]] = {
     "constraint": [None, StructuredOutputs(regex=r"[A-Za-z ,.']{4,60}"), StructuredOutputs(json='{"type": "object"}')],
     "penalised": [False, True],
     "filters": [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.05}],
+    "adapter": [None, "a", "b"],
 }
 
 MAX_TOKENS = 16
@@ -72,6 +83,20 @@ def _met(row: dict[str, int], names: list[str]) -> set[tuple[str, int, str, int]
     return {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
 
 
+@functools.cache
+def adapters() -> dict[str, tuple[str, str]]:
+    """The folder and the digest of each adapter of `REQUESTS`."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-adapters-"))
+    atexit.register(shutil.rmtree, folder)
+    tensors = builtin.read(builtin.directory() / "model.safetensors")[0]
+    weights = {name: torch.empty(entry["shape"]) for name, entry in tensors.items() if name.endswith("_proj.weight")}
+    written = {
+        "a": write_adapter(folder / "a", weights, seed=1, spread=0.05),
+        "b": write_adapter(folder / "b", weights, seed=2, spread=0.05, rank=7, alpha=5, dtype=torch.bfloat16),
+    }
+    return {name: (str(path), read_adapter(path).digest) for name, path in written.items()}
+
+
 def make_requests(num: int, rng: Random) -> list[Request]:
     """About `num` requests over a covering array of the request axes, prompts rotating."""
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
@@ -96,9 +121,13 @@ def make_requests(num: int, rng: Random) -> list[Request]:
         )
         prompt = tokenizer.encode(rng.choice(PROMPTS))
         group = f"g{i}" if row["n"] > 1 else ""
+        adapter = "" if row["adapter"] is None else adapters()[row["adapter"]][1]
         for answer in range(row["n"]):
             seeded = msgspec.structs.replace(params, seed=rng.randrange(2**60))
-            result.append(Request(request_id=f"{i}.{answer}", prompt_token_ids=prompt, params=seeded, group=group))
+            name = f"{i}.{answer}"
+            result.append(
+                Request(request_id=name, prompt_token_ids=prompt, params=seeded, group=group, adapter=adapter)
+            )
     raise AssertionError
 
 
@@ -107,6 +136,10 @@ def options_of(row: dict[str, Any]) -> dict[str, Any]:
     if row["speculation"] is not None:
         options["speculative_config"] = {"method": row["speculation"], "adaptive": False}
     return options | {"max_num_seqs": 16}
+
+
+def with_adapters() -> dict[str, Any]:
+    return {"enable_lora": True, "lora_modules": [f"{name}={path}" for name, (path, _) in adapters().items()]}
 
 
 def differ(result: dict[str, Bits], reference: dict[str, Bits]) -> list[str]:
@@ -119,7 +152,7 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
     rng = Random(seed)
     cases: list[dict[str, Any]] = []
     num = num_rounds = 0
-    drafted = num_accepted_tokens = preempted = hits = 0
+    drafted = num_accepted_tokens = preempted = hits = num_adapted = 0
     wrong: list[str] = []
     num_pairs = sum(len(a) * len(b) for a, b in itertools.combinations(ENGINE.values(), 2))
     # The reference is made alone: an engine for each way in which the cache's numbers differ.
@@ -130,12 +163,16 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
         for row in covering(ENGINE, rng):
             dtype = row["kv_cache_dtype"]
             if dtype not in references:
-                core = make_core(model="builtin", kv_cache_dtype=dtype, enable_prefix_caching=False)
                 references[dtype] = {}
-                for request in requests:
-                    references[dtype] |= run(core, [request])
-                core.close()
-            core = make_core(model="builtin", **options_of(row))
+                for of_adapters in (False, True):
+                    options = with_adapters() if of_adapters else {}
+                    core = make_core(model="builtin", kv_cache_dtype=dtype, enable_prefix_caching=False, **options)
+                    for request in requests:
+                        if bool(request.adapter) == of_adapters:
+                            references[dtype] |= run(core, [request])
+                    core.close()
+                num_adapted += sum(bool(request.adapter) for request in requests)
+            core = make_core(model="builtin", **options_of(row), **with_adapters())
             for _ in ("cold", "warm"):
                 result: dict[str, Bits] = {}
                 for group in groups_of(requests, row["company"]):
@@ -162,6 +199,7 @@ def run_campaign(num_generations: int, seed: int, per_case: int = 48) -> dict[st
         "guesses_kept": num_accepted_tokens,
         "preemptions": preempted,
         "cached_prompt_tokens": hits,
+        "references_with_an_adapter": num_adapted,
         "differing": len(wrong),
         "examples": wrong[:5],
         "minutes": round((time.monotonic() - begin) / 60, 2),

@@ -67,7 +67,8 @@ class Node:
 @dataclass(slots=True, eq=False)
 class Value:
     """Rows of `width` floats of `item_bytes` bytes in the columns of `buffer` from `column` on. Models may add two
-    values, no more. `codes` are its codes in each form in which a node reads them."""
+    values, no more. `codes` are its codes in each form in which a node reads them. `tail`: the last node that has added
+    to what `node` made, in place."""
 
     graph: Graph
     buffer: Buffer
@@ -77,6 +78,7 @@ class Value:
     num_uses: int = 0
     codes: dict[Hashable, Any] = field(default_factory=dict)
     column: int = 0
+    tail: Node | None = None
 
     @property
     def at(self) -> Any:
@@ -156,19 +158,19 @@ class Graph:
 
     def add(self, x: Value, y: Value) -> Value:
         """Return x + y. If the last node made y, nothing has read y, and the node can add a residual, it adds x."""
-        if self._adds_residual(y) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
+        node = y.node
+        if node is not None and self._adds_residual(y, node) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
             x.num_uses += 1
             x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
-            self.nodes[-1].fields |= {"residual": x.at, "ld_res": x.ld}
+            node.fields |= {"residual": x.at, "ld_res": x.ld}
             return y
         out = self.value(x.width, x.dim, max(x.item_bytes, y.item_bytes))
         fields = {"x": self.read(x), "ld_x": x.ld, "y": self.read(y), "ld_y": y.ld, "width": x.width}
         self.put("add", x.dim, out, fields | {"out": out.buffer, "ld_out": out.ld})
         return out
 
-    def _adds_residual(self, y: Value) -> bool:
-        node = y.node
-        if node is None or node is not self.nodes[-1] or y.num_uses or y.codes:
+    def _adds_residual(self, y: Value, node: Node) -> bool:
+        if (y.tail or node) is not self.nodes[-1] or y.num_uses or y.codes:
             return False
         return "residual" in node.fields and node.fields["residual"] is None
 

@@ -77,8 +77,7 @@ class CpuAdapters(Adapters):
             raise ValueError("no program is recorded")
         fields = self._fields(spot, rows) | {"begins": spot.begins, "x": graph.read(inner), "ld_x": inner.ld}
         graph.touch(out.buffer)
-        graph.put("adapt_out", out.dim, None, fields | {"out": out.at, "ld_out": out.ld})
-        out.node = None  # a residual, or codes, must come behind it
+        out.tail = graph.put("adapt_out", out.dim, None, fields | {"out": out.at, "ld_out": out.ld})
 
     def _fields(self, spot: Spot, rows: StepRows) -> dict[str, Any]:
         facts = {"tiles": rows.adapted, "list": rows.adapted_rows, "table": spot.table}
