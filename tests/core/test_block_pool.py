@@ -253,7 +253,7 @@ def test_a_pool_that_is_laid_out_by_need_gives_the_same_blocks(seed, monkeypatch
     assert evicted
     assert pool.num_available == whole[2].num_available
     # The control: fresh blocks in another order are other blocks.
-    monkeypatch.setattr(BlockPool, "_lay_out", lambda pool, num: lay_out_at_the_top(pool, num))
+    monkeypatch.setattr(BlockPool, "lay_out", lambda pool, num: lay_out_at_the_top(pool, num))
     assert history(120, seed)[0] != outcomes
 
 

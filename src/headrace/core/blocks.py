@@ -58,9 +58,9 @@ class BlockPool:
         self.num_allocations = 0
         self.fail_at = 0
         self.has_failed = False
-        self._lay_out(1)
+        self.lay_out(1)
 
-    def _lay_out(self, num: int) -> None:
+    def lay_out(self, num: int) -> None:
         """Make entries for `num` fresh blocks at least, which become free below all others: the lowest id is used
         first."""
         first = len(self.refs)
@@ -97,7 +97,7 @@ class BlockPool:
         if num > len(free) + len(self.evictable) + self.num_fresh:
             return None
         if num > len(free) and self.num_fresh:
-            self._lay_out(num - len(free))
+            self.lay_out(num - len(free))
         while len(free) < num:
             block, _ = self.evictable.popitem(last=False)
             self.cached[block] = False
