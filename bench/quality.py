@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--made", action="store_true", help="make and judge one of every way of headrace quantize")
     parser.add_argument("--num-calibration-tokens", type=int, default=32768, help="of what is made")
-    parser.add_argument("--fine-tune", type=float, default=0, help="with --made: minutes to fine-tune rounded weights")
+    parser.add_argument("--fine-tune", type=int, default=0, help="with --made: steps to train rounded weights")
     parser.add_argument("--forms", default="", help="regular expression: the rows that are measured; by default all")
     parser.add_argument("--reference-dtype", default="float32", help="of MODEL as the reference")
     parser.add_argument("--speed", action="store_true", help="time decoding as well")

@@ -22,7 +22,6 @@ from headrace.cli.quantize import calibration_text
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "quality"
-FINE_TUNE = ROOT / "training" / "finetune_quantised.py"
 
 
 class Recipe(NamedTuple):
@@ -40,14 +39,14 @@ PIECE = 512
 """Tokens of a piece of calibration text."""
 TUNED_TOKENS = 2**17
 """Tokens of the text that rounded weights are trained on."""
-CALIBRATED = ("gptq", "awq", "smoothquant", "llm_int8", "mixed")
+CALIBRATED = ("gptq", "awq", "smoothquant", "llm_int8", "mixed", "qat")
 BLOCKS = 256
 """Inputs of a block of the K-quants: rows that are no multiple of it get other types, under the same name."""
 
 
-def recipes(group: int, num_in: int, minutes: float) -> Iterator[Recipe]:
+def recipes(group: int, num_in: int, num_steps: int) -> Iterator[Recipe]:
     """group: inputs that share a scale, where there is a choice. num_in: the least inputs of the model's layers.
-    minutes: of fine-tuning, 0 for none."""
+    num_steps: of training rounded weights, 0 for none."""
     for method in ("rtn", "gptq", "awq", "hqq"):
         for bits in (4, 3, 2):
             layout = " --format compressed-tensors" if bits != 4 else ""
@@ -74,39 +73,35 @@ def recipes(group: int, num_in: int, minutes: float) -> Iterator[Recipe]:
     for budget in ("4.5", "3.5"):
         if num_in % BLOCKS == 0:
             yield Recipe(f"mixed {budget} (GGUF)", f"--method mixed --bits {budget}", ".gguf")
-    for bits in (4, 3, 2) if minutes else ():
-        signs, lr = (" --asymmetric", "1e-3") if bits == 2 else ("", "1e-3" if bits == 3 else "3e-4")
+    for bits in (4, 3, 2) if num_steps else ():
+        signs = " --asymmetric" if bits == 2 else ""
         name = f"fine-tuned int{bits}-g{group}" + ("-asym" if signs else "")
-        yield Recipe(name, f"--minutes {minutes:g} --bits {bits} --group-size {group}{signs} --lr {lr} --bfloat16")
+        yield Recipe(name, f"--method qat --num-steps {num_steps} --bits {bits} --group-size {group}{signs} --bfloat16")
 
 
 def make(
-    model: str, num_tokens: int, minutes: float = 0, pattern: str = "", writer: str | None = None
+    model: str, num_tokens: int, num_steps: int = 0, pattern: str = "", writer: str | None = None
 ) -> Iterator[tuple[str, Path]]:
     """Yield (name of the row, path for `headrace serve`) of every recipe whose name matches the regular expression
-    `pattern`; a missing checkpoint is made. minutes: of fine-tuning rounded weights, 0 for none. writer: the model
-    that writes the text, if another one."""
+    `pattern`; a missing checkpoint is made. num_steps: of training rounded weights, 0 for none. writer: the
+    model that writes the text, if another one."""
     directory = hub.resolve(model)
     config = hub.read_json(directory / "config.json")
     hidden = int(config["hidden_size"])
     num_in = hidden if int(config["intermediate_size"]) % BLOCKS == 0 else 32
     folder = folder_of(directory)
     author = model if writer is None else writer
-    for recipe in recipes(64, num_in, minutes):
+    for recipe in recipes(64, num_in, num_steps):
         if not re.search(pattern, recipe.name):
             continue
         stem = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in recipe.name).strip("-")
         path = folder / (stem + recipe.suffix)
         done, key = folder / f"{stem}.options", recipe.options
-        if recipe.options.startswith("--minutes"):
-            words = written(author, TUNED_TOKENS)
-            command = [sys.executable, str(FINE_TUNE), "--model", model, "--out", str(path), "--text", str(words)]
-        else:
-            command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
+        command = [str(Path(sys.executable).with_name("headrace")), "quantize", model, str(path)]
         if any(word in recipe.options for word in CALIBRATED):
-            words = written(author, num_tokens)
-            command += ["--calibration", str(words), "--num-calibration-tokens", str(num_tokens)]
-            key += f" ({num_tokens} tokens)"
+            size = TUNED_TOKENS if "qat" in recipe.options else num_tokens
+            command += ["--calibration", str(written(author, size)), "--num-calibration-tokens", str(size)]
+            key += f" ({size} tokens)"
         if not done.is_file() or done.read_text() != key:
             print("making", recipe.name, file=sys.stderr, flush=True)
             if path.is_dir():

@@ -1,5 +1,7 @@
 """The block pool against a naive model: sets of holders, and a list in order of last use."""
 
+import random
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from headrace.core import blocks
 from headrace.core.blocks import BlockPool
 from headrace.protocol.errors import InvariantError
 
@@ -217,6 +220,61 @@ def test_I_6_allocation_is_all_or_nothing():
     assert pool.allocate(2) is None
     assert (pool.free, dict(pool.evictable), pool.refs) == before
     pool.check([table])
+
+
+def history(num_blocks, seed):
+    """The blocks that a pool gives and evicts in a thousand random calls, and the pool."""
+    rng, pool, evicted, tables, outcomes = random.Random(seed), BlockPool(num_blocks, 16), [], [], []
+    pool.on_evict = evicted.append
+    for _ in range(1000):
+        action = rng.choice(["allocate", "allocate", "release", "mark", "forget"])
+        if action == "allocate":
+            table = pool.allocate(rng.randint(1, 9))
+            outcomes.append(table)
+            tables += [table] if table else []
+        elif action == "forget" and rng.random() < 0.02:
+            pool.forget_cached()
+        elif tables and action == "release":
+            pool.release(tables.pop(rng.randrange(len(tables))))
+        elif tables and action == "mark":
+            for block in rng.choice(tables):
+                pool.mark_cached(block)
+        pool.check(tables)
+    return outcomes, evicted, pool
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pool_that_is_laid_out_by_need_gives_the_same_blocks(seed, monkeypatch):
+    whole = history(120, seed)
+    monkeypatch.setattr(blocks, "LAID_OUT", 3)
+    outcomes, evicted, pool = history(120, seed)
+    assert (outcomes, evicted) == whole[:2]
+    assert None in outcomes
+    assert evicted
+    assert pool.num_available == whole[2].num_available
+    # The control: fresh blocks in another order are other blocks.
+    monkeypatch.setattr(BlockPool, "lay_out", lambda pool, num: lay_out_at_the_top(pool, num))
+    assert history(120, seed)[0] != outcomes
+
+
+def lay_out_at_the_top(pool, num):
+    """Puts fresh blocks above those that were used before."""
+    first, num = len(pool.refs), min(pool.num_fresh, max(num, 3))
+    pool.num_fresh -= num
+    pool.refs += [0] * num
+    pool.cached += [False] * num
+    pool.free += range(first + num - 1, first - 1, -1)
+
+
+def test_a_pool_takes_memory_for_the_blocks_in_use():
+    pool = BlockPool(10**9, 16)
+    table = pool.allocate(3000)
+    assert (table[0], table[-1], pool.num_held, pool.num_available) == (0, 2999, 3000, 10**9 - 3000)
+    assert len(pool.refs) == len(pool.cached) == 3000
+    assert pool.allocate(10**9 - 2999) is None
+    pool.release(table)
+    assert pool.allocate(3000) == table
+    assert len(pool.refs) == 3000
 
 
 def test_I_1_to_I_3_check_finds_each_kind_of_damage():

@@ -30,6 +30,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "gpu.md",
+    DOCS / "textbook.md",
     *sorted(DOCS.glob("howto-*.md")),
     *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "train-builtin")),
 )

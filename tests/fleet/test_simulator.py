@@ -12,6 +12,7 @@ import pytest
 from tests.support.commands import run_command
 
 from headrace.cli import simulate
+from headrace.core.blocks import LAID_OUT
 from headrace.fleet import traces
 from headrace.fleet.figures import figures
 from headrace.fleet.simulator import SimulatedRun, Simulation, Sizes, percentile, smallest_fleet
@@ -96,6 +97,17 @@ def test_requests_that_no_replica_can_hold_are_counted() -> None:
     # A refused request keeps no goal.
     assert figures(run, 1, {"ttft": 1e9}, 0.0)["kept_share"] == 0.5
     assert play([Call(0.0, 300, 1), Call(0.0, 4, 1)], goals={"ttft": 1e9}, most_failures=0).has_failed
+
+
+def test_a_fleet_of_large_caches_takes_memory_for_the_blocks_in_use() -> None:
+    """A tiny model has millions of blocks on a large machine: 256 replicas of ten million each."""
+    calls = [Call(0.1 * place, 400, 20, keys=(place % 5,)) for place in range(300)]
+    large, small = Sizes(num_blocks=10**7, max_model_len=4096), Sizes(num_blocks=2000, max_model_len=4096)
+    simulation = Simulation(256, "prefix", large, second_a_row)
+    run = simulation.run(calls)
+    assert sum(len(replica.scheduler.pool.refs) for replica in simulation.replicas) <= 256 * LAID_OUT
+    # Neither cache is ever full.
+    assert run == Simulation(256, "prefix", small, second_a_row).run(calls)
 
 
 def test_a_run_is_the_same_every_time() -> None:

@@ -36,6 +36,10 @@ def server(tokenizer: Tokenizer) -> Iterator[Live]:
         yield live
 
 
+OPT = {"model_type": "opt", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 64,
+       "max_position_embeddings": 64}  # fmt: skip
+
+
 def post(live: Live, **body: Any) -> Any:
     return HTTP.post(f"{live.url}/inspect/plan", json=body)
 
@@ -98,6 +102,15 @@ def test_the_served_model_on_this_machine_takes_the_steps_that_check_measured(
         ({"context": 0}, "context", "from 1 to"),
         ({"context": 2**40}, "context", "from 1 to"),
         ({"context": 40_000}, "context", "at most 32768"),
+        ({"context": "40k"}, "context", "at most 32768"),
+        ({"context": "a page"}, "context", "32k (32,000) or 32K (32,768)"),
+        ({"context": "1.0005k"}, "context", "a whole number"),
+        ({"context": "9" * 30}, "context", "from 1 to 2147483648"),
+        ({"context": 2**70}, "context", "from 1 to 2147483648"),
+        ({"output_len": "-5"}, "output_len", "a whole number such as 4096"),
+        ({"output_len": ""}, "output_len", "a whole number such as 4096"),
+        ({"output_len": 0}, "output_len", "from 1 to"),
+        ({"concurrency": True}, "concurrency", "an integer"),
         ({"output_len": 5000}, "output_len", "below the context"),
         ({"concurrency": -1}, "concurrency", "from 1 to"),
         ({"concurrency": 1.5}, "concurrency", "an integer"),
@@ -112,6 +125,21 @@ def test_the_served_model_on_this_machine_takes_the_steps_that_check_measured(
         ({"config": {}}, "config", "the planner knows no model_type None"),
         ({"config": {"model_type": 2**70}}, "config", "without such"),
         ({"config": "llama"}, "config", "an object"),
+        (
+            {"config": configs.LLAMA_3_8B | {"num_hidden_layers": 10**9}},
+            "config",
+            "num_hidden_layers is 1000000000, expected an integer from 1 to 4096",
+        ),
+        (
+            {"config": {"model_type": "gpt2", "n_layer": 4097}},
+            "config",
+            "n_layer is 4097, expected an integer from 1 to 4096",
+        ),
+        (
+            {"config": OPT | {"num_hidden_layers": 5000}},
+            "config",
+            "num_hidden_layers is 5000, expected an integer from 1 to 4096",
+        ),
         ({"weights": 1}, "weights", "a field that headrace knows"),
     ],
 )
@@ -124,11 +152,26 @@ def test_what_can_not_be_planned_is_refused_by_field(server: Live, body: Any, fi
     assert bound in error["message"]
 
 
+def test_numbers_are_those_of_the_command_line(server: Live) -> None:
+    """ "1k" is 1,000 and "1K" is 1,024 tokens, and the cache of the whole batch is theirs."""
+    for text, context in (("1k", 1000), ("1K", 1024), ("2048", 2048), ("0.5k", 500)):
+        reply = post(server, config=configs.LLAMA_3_8B, hardware="h100", context=text, concurrency="53")
+        assert reply.status_code == 200, reply.text
+        assert (
+            reply.json()
+            == post(server, config=configs.LLAMA_3_8B, hardware="h100", context=context, concurrency=53).json()
+        )
+        assert reply.json()["context"] == context
+        # Meta's model card and every other engine: 2 x 32 layers x 8 heads x 128 numbers x 2 bytes.
+        assert reply.json()["kv_batch_bytes"] == 53 * context * 131_072
+
+
 def test_a_config_that_takes_for_ever_ends_at_the_bound(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = next(each for each in server.app.state.lifespan.at_end if isinstance(each.__self__, planning.Planning))
     monkeypatch.setattr(plans.__self__, "_process", planning.BoundedProcess("headrace.plan.worker", 0.3))
-    endless = configs.LLAMA_3_8B | {"num_hidden_layers": 10**9}
-    reply = post(server, config=endless, hardware="l4")
+    one_head = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+    endless = configs.LLAMA_3_8B | one_head | {"max_position_embeddings": 2**31 - 1}
+    reply = post(server, config=endless, hardware="h200", context=2**31 - 1)
     assert reply.status_code == 400, reply.text
     assert "processor time" in reply.json()["error"]["message"]
     # It harms nobody else.
@@ -181,6 +224,10 @@ def test_the_form_shows_the_servers_numbers_and_its_changes_fit(
     cells = page.locator("main.plan tbody tr").all_inner_texts()
     assert any(row.split("\t")[:2] == ["parameters", "8,030,261,248"] for row in cells)
     assert any(row.startswith("price\t$") for row in cells)
+    assert any(row.startswith("a batch\t4.29 GB\t4 × 1.07 GB") for row in cells)
+    page.get_by_label("Context").fill("8k")
+    page.get_by_role("button", name="Plan", exact=True).click()
+    page.locator("h2", has_text="It fits: 4 sequences of 8,000 tokens on l4").wait_for()
     assert "headrace plan config.json --hardware l4" in page.locator("main.plan code").inner_text()
     assert browser.violations(page) == []
     page.locator("form.plan textarea").fill("{")

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.cli.lab import NAMES
@@ -148,6 +149,24 @@ def test_the_knobs_leave_what_they_promise() -> None:
     assert all(result("sampling").column("text"))
     assert drawing.distinct([[1, 2, 1, 2], [3]], 1) == 3 / 5
     assert drawing.distinct([[1, 2, 1, 2], [3]], 2) == 2 / 3
+
+
+def test_the_softmax_of_the_textbooks_example() -> None:
+    """The logits 2, 1 and 0.1 over temperature 0.5 and 2, by our sampler and by the definition."""
+    stated = {0.5: (0.864, 0.117, 0.019), 1.0: (0.659, 0.242, 0.099), 2.0: (0.502, 0.304, 0.194)}
+    for temperature, expected in stated.items():
+        shares = drawing.softmax_of(drawing.EXAMPLE, temperature)
+        powers = np.exp(np.array([2, 1, 0.1]) / temperature)
+        assert shares == pytest.approx(powers / powers.sum(), abs=1e-7)
+        assert tuple(round(share, 3) for share in shares) == expected
+        words = f"{' / '.join(f'{share:.3f}' for share in expected)} at temperature {temperature:g}"
+        assert any(words in line for line in result("sampling").right)
+        for page in ("temperature.md", "lab-sampling.md"):
+            assert words in (Path(__file__).parents[2] / "docs" / "labs" / page).read_text(encoding="utf-8")
+    # The control: multiplying by the temperature, as if 0.5 flattened, gives others.
+    assert drawing.softmax_of([2 * 0.5, 1 * 0.5, 0.1 * 0.5], 1.0) != pytest.approx(
+        drawing.softmax_of(drawing.EXAMPLE, 0.5), abs=0.1
+    )
 
 
 def test_a_pass_gives_one_token_more_than_it_keeps() -> None:

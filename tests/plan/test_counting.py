@@ -137,6 +137,18 @@ def test_bits_of_stored_forms(stated: dict[str, Any], bits: float) -> None:
     assert left.weight_bytes > counts.weight_bytes
 
 
+@pytest.mark.parametrize(("name", "bits"), [("int3", 3 + 16 / 128), ("int2", 2 + 20 / 128)])
+def test_bits_of_forms_that_are_made_beforehand(name: str, bits: float) -> None:
+    """3 or 2 bits and the scales of groups of 128; embedding and head stay in floats, as `headrace quantize` leaves
+    them."""
+    counts = count(configs.LLAMA_3_8B, Forms("bfloat16", name))
+    layers = counts.parameters - 2 * 128256 * 4096 - 65 * 4096
+    assert counts.weight_bytes == layers * bits / 8 + 2 * (2 * 128256 * 4096 + 65 * 4096)
+    assert counts.forms["bfloat16"] == 2 * (2 * 128256 * 4096 + 65 * 4096)
+    with pytest.raises(CheckpointError, match=f"without --quantization {name}"):
+        Forms("bfloat16", name, {"quant_method": "gptq", "bits": 4})
+
+
 def test_mxfp4_is_of_experts_alone() -> None:
     config = models.find("gpt_oss").TINY
     forms = count(config, Forms("bfloat16", None, {"quant_method": "mxfp4"})).forms

@@ -11,12 +11,13 @@ from tests.plan import configs
 from tests.support.commands import run_command
 
 from headrace import models
-from headrace.plan import hardware
+from headrace.plan import hardware, words
 from headrace.plan.counting import count
 from headrace.plan.forms import Forms
 from headrace.plan.planner import Planner, Subject, read
 from headrace.plan.plans import Workload
 from headrace.plan.steps import Roofline
+from headrace.protocol.config import QUANTIZATIONS
 
 
 def planner(config: dict[str, Any], machine: str = "h100", **fields: Any) -> Planner:
@@ -121,6 +122,49 @@ def test_changes_make_room(config: dict[str, Any], machine: str, fields: dict[st
             else:
                 other[flag[2:].replace("-", "_")] = int(value) if value.isdigit() else value
         assert planner(config, name, **other).plan().fits, change.flags
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "kind", "how"),
+    [
+        (configs.LLAMA_3_8B, None, "as stored", "headrace serve, without --quantization"),
+        (configs.LLAMA_3_8B, "int4", "at load", "headrace serve --quantization int4"),
+        (configs.LLAMA_3_8B, "int3", "as a checkpoint", "it has no --quantization int3"),
+        (configs.LLAMA_3_8B, "int2", "as a checkpoint", "headrace quantize --bits 2 --asymmetric"),
+        (configs.LLAMA_3_8B | {"quantization_config": {"quant_method": "awq"}}, "none", "at load", "none"),
+        (configs.OPT_6_7B, "int3", "no", "a plan alone: headrace has no model file for opt"),
+    ],
+)
+def test_a_plan_says_how_its_form_is_served(config: Any, quantization: str | None, kind: str, how: str) -> None:
+    plan = planner(config, quantization=quantization, context=1024).plan()
+    assert plan.served == kind
+    assert how in plan.served_how
+    [line] = [line for line in words.report_of(plan, {}).splitlines() if line.startswith("served  ")]
+    assert kind in line
+    assert how in line
+    # What a plan calls a flag of the server is one, and the others are none.
+    assert (quantization in QUANTIZATIONS) == (kind == "at load" and quantization != "none")
+
+
+def test_forms_that_no_server_makes_are_not_suggested() -> None:
+    """215 sequences of a 70B have room in int3 and not in int4, and int3 is not suggested."""
+    need: dict[str, Any] = {"context": 1024, "concurrency": 215, "kv_cache_dtype": "int8"}
+    plan = planner(configs.LLAMA_3_70B, "a100", **need).plan()
+    fits = [planner(configs.LLAMA_3_70B, "a100", **need, quantization=name).plan().fits for name in ("int4", "int3")]
+    assert (plan.fits, fits) == (False, [False, True])
+    assert plan.changes == []
+    # The control: fewer have room in int4, which is suggested.
+    plan = planner(configs.LLAMA_3_70B, "a100", **need | {"concurrency": 150}).plan()
+    assert [change.flags for change in plan.changes] == ["--quantization int4"]
+
+
+def test_the_batch_has_the_cache_of_all_its_sequences() -> None:
+    plan = planner(configs.LLAMA_3_8B, context=8000, concurrency=53).plan()
+    assert plan.kv_batch_bytes == 53 * 8000 * 131_072 == 53 * plan.kv_sequence_bytes
+    assert "a batch          55.57 GB               53 x 1.05 GB: " in words.report_of(plan, {})
+    # Of layers with windows, what is kept.
+    plan = planner(configs.GEMMA_3_27B, context=8000, concurrency=3).plan()
+    assert plan.kv_batch_bytes == 3 * plan.kv_windowed_bytes < 3 * plan.kv_sequence_bytes
 
 
 def test_a_gguf_file_has_the_bytes_of_its_tensors(shared_data: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.protocol.config import QUANTIZATIONS, EngineConfig, ServerConfig, human_int
+from headrace.protocol.config import QUANTIZATIONS, EngineConfig, ServerConfig
 from headrace.protocol.errors import RequestError
+from headrace.protocol.human import human_int
 from headrace.quant import schemes
 
 

@@ -18,7 +18,7 @@ from headrace.cli import quantize as command
 from headrace.cli.main import app
 from headrace.models import find
 from headrace.protocol.errors import CheckpointError, HeadraceError, RequestError
-from headrace.quantize import driver, mixed
+from headrace.quantize import driver, mixed, state
 from headrace.quantize.base import Options, find_method, find_writer, method_names, writer_names
 from headrace.quantize.gguf_writer import Source
 
@@ -150,9 +150,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     usage = driver.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
     with pytest.raises(RequestError, match=f"place for {needed} bytes"):
-        driver.verify_out(tmp_path / "out", needed)
+        state.verify_out(tmp_path / "out", needed)
     monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: usage._replace(free=needed))
-    driver.verify_out(tmp_path / "out", needed)
+    state.verify_out(tmp_path / "out", needed)
 
 
 def gpt2(directory: Path) -> Path:

@@ -17,7 +17,6 @@ from headrace.checkpoint import gguf_hybrid, gguf_latent
 from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, FAMILIES, PARTS, QWEN_MOE
 from headrace.checkpoint.gguf_keys import (
     MAX_CONTEXT,
-    MAX_LAYERS,
     Keys,
     Reading,
     decoder,
@@ -27,6 +26,7 @@ from headrace.checkpoint.gguf_keys import (
 )
 from headrace.checkpoint.gguf_parts import FLOATS, parts_of, small_floats
 from headrace.gguf import GGUF
+from headrace.models.config import MAX_LAYERS
 
 logger = logging.getLogger(__name__)
 

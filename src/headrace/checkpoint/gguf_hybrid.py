@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from math import prod
 
 from headrace.checkpoint.gguf_families import ATTENTION, DECODER_ENDS, MIXTRAL_PARTS, PARTS, PRE_NORMS, QWEN_MOE
-from headrace.checkpoint.gguf_keys import MAX_LAYERS, Keys, Reading, decoder, layer_of
+from headrace.checkpoint.gguf_keys import Keys, Reading, decoder, layer_of
 from headrace.checkpoint.gguf_parts import Part, parts_of
+from headrace.models.config import MAX_LAYERS
 
 DELTA_RULES = {"qwen3next": "qwen3_next", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"}
 DELTA = {

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from headrace.checkpoint.gguf_parts import Part, divisors
 from headrace.gguf import GGUF
+from headrace.models.config import MAX_LAYERS
 
-MAX_LAYERS = 4096
 MAX_CONTEXT = 2**27
 MAX_SIZE = 2**24
 

@@ -26,9 +26,9 @@ from headrace.protocol.config import (
     WHILE_LOADING,
     EngineConfig,
     ServerConfig,
-    human_int,
 )
 from headrace.protocol.errors import RequestError
+from headrace.protocol.human import human_int
 from headrace.protocol.kinds import POLICIES
 from headrace.protocol.parameters import MAX_INT32, PARAMETERS
 from headrace.protocol.params import SamplingParams

@@ -54,9 +54,12 @@ def plan(
     import msgspec
 
     from headrace.plan import words
+    from headrace.plan.forms import CHECKPOINTS
 
     if check and hardware != "this":
         raise RequestError("--check", hardware, "left out, or given with --hardware this")
+    if check and quantization in CHECKPOINTS:
+        raise RequestError("--quantization", quantization, "a form that a server makes while loading, with --check")
     one = make_planner(
         model, hardware, dtype, quantization, kv_cache_dtype, slo,
         context=context, output_len=output_len, concurrency=concurrency, price=price,

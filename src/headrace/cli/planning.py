@@ -20,7 +20,12 @@ ModelFiles = Annotated[
 Dtype = Annotated[str, typer.Option(help=f"Number format of the weights: {', '.join(DTYPES)}.")]
 WeightForm = Annotated[
     str | None,
-    typer.Option("--quantization", "-q", help=f"Form of the weights: {', '.join(QUANTIZATIONS)}, or none."),
+    typer.Option(
+        "--quantization",
+        "-q",
+        help=f"Form of the weights: {', '.join(QUANTIZATIONS)}, or none; int3 and int2: checkpoints of headrace "
+        "quantize.",
+    ),
 ]
 CacheForm = Annotated[str, typer.Option(help=f"Form of the KV cache: {', '.join(KV_DTYPES)}.")]
 Goals = Annotated[

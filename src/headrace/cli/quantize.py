@@ -46,7 +46,11 @@ DEFAULTS = {
 }
 """Of the methods that differ from `Default()`."""
 MIXED, MIXED_BITS = "mixed", 4.5
-METHOD_OPTIONS = ("method", "symmetric", "act_order", "damping", "clip", "alpha")
+NUM_TOKENS = {"qat": 65536}
+"""Tokens of the calibration text, where they are not 32,768."""
+METHOD_OPTIONS = (
+    "method", "symmetric", "act_order", "damping", "clip", "alpha", "num_steps", "learning_rate", "seed", "bfloat16",
+)  # fmt: skip
 """The flags that a method takes as they are."""
 
 
@@ -61,7 +65,7 @@ class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
         str,
         _flag(
             "M",
-            "rtn, gptq, awq, smoothquant, hqq, nf4, llm_int8, fp8, fp8_e5m2, mxfp4; or of a .gguf file its level "
+            "rtn, gptq, awq, smoothquant, hqq, qat, nf4, llm_int8, fp8, fp8_e5m2, mxfp4; or of a .gguf file its level "
             "(Q4_K_M, Q8_0, ...), or mixed: types by measured loss within --bits a weight.",
         ),
     ] = "rtn"
@@ -91,9 +95,10 @@ class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
             "FILE", 'Text, or .jsonl with a "text" or "token_ids" in each line; by default the model writes the text.'
         ),
     ] = None
-    num_calibration_tokens: Annotated[int, _flag("INT", "Tokens of the calibration text that are used.", 2, 2**22)] = (
-        32768
-    )
+    num_calibration_tokens: Annotated[
+        int | None,
+        _flag("INT", "Tokens of the calibration text that are used; by default 32768, for qat 65536.", 2, 2**22),
+    ] = None
     calibration_length: Annotated[
         int, _flag("INT", "Tokens of each piece of the calibration text; at most the context.", 2, 2**17)
     ] = 512
@@ -101,6 +106,16 @@ class QuantizePlan(msgspec.Struct, frozen=True, kw_only=True):
     damping: Annotated[float, Meta(description="gptq: added to the Hessian's diagonal, as a share of its mean.")] = 0.01
     clip: Annotated[bool, Meta(description="awq: search for the ends of each group's grid.")] = True
     alpha: Annotated[float, Meta(description="smoothquant: how much of the difficulty goes into the weights.")] = 0.5
+    num_steps: Annotated[
+        int, _flag("INT", "qat: steps of training, of 2,048 tokens each; 0: none, which is rtn.", 0, 10**6)
+    ] = 120
+    learning_rate: Annotated[
+        float, Meta(description="qat: the highest rate; by default 0.0003, of 2 and 3 bits 0.001.", ge=0)
+    ] = 0.0
+    seed: Annotated[int, Meta(description="qat: the order of the text. The same seed gives the same bytes.", ge=0)] = 0
+    bfloat16: Annotated[
+        bool, Meta(description="qat: products of the training in bfloat16, faster on CPUs that have it.")
+    ] = False
 
 
 @options(QuantizePlan)
@@ -111,9 +126,10 @@ def quantize(
 ) -> None:
     """Quantise a model's weights. The same command resumes an interrupted run."""
     plan = build(QuantizePlan, fields)
-    from headrace.quantize.base import Options, find_method, find_writer, method_names
-    from headrace.quantize.driver import quantise_checkpoint, verify_checkpoint, verify_out
+    from headrace.quantize.base import TRAINED, Options, find_method, find_writer, method_names
+    from headrace.quantize.driver import quantise_checkpoint, train_checkpoint, verify_checkpoint
     from headrace.quantize.gguf_writer import LEVELS
+    from headrace.quantize.state import verify_out
 
     if plan.method == MIXED or plan.method in LEVELS:
         _gguf(model, out, plan)
@@ -141,6 +157,9 @@ def quantize(
     pieces: list[list[int]] = []
     if find_method(plan.method).CALIBRATED or plan.calibration is not None:
         pieces = calibration_of(plan, model, directory)
+    if plan.method in TRAINED:
+        with progress_bar("steps of training") as show:
+            train_checkpoint(directory, out, chosen, layout, pieces, show)
     with progress_bar("quantising") as show:
         report = quantise_checkpoint(directory, out, chosen, layout, pieces, progress=show)
     print(summary(report, out), file=sys.stderr)
@@ -152,7 +171,11 @@ def summary(report: Report, out: Path) -> str:
     line = f"{out}: {report.num_bytes / 2**20:.1f} MiB, {len(errors)} layers quantised"
     if groups:
         line += f" in groups of {' and '.join(map(str, groups))}"
-    if errors:
+    if report.kl is not None:
+        before, after = (1e3 * kl for kl in report.kl)
+        gain = f" ({100 * (1 - after / before):.0f}% less)" if before > after else ""
+        line += f"; {before:.1f} mnats a token from the model when rounded to nearest, {after:.1f} when trained{gain}"
+    elif errors:
         worst = max(errors, key=lambda name: errors[name])
         of = "outputs" if report.num_calibration_tokens else "weights"
         line += (
@@ -164,7 +187,8 @@ def summary(report: Report, out: Path) -> str:
 
 def calibration_of(plan: QuantizePlan, model: str, directory: Path) -> list[list[int]]:
     file = None if plan.calibration is None else Path(plan.calibration)
-    return calibration_text(model, directory, file, plan.num_calibration_tokens, plan.calibration_length)
+    num_tokens = plan.num_calibration_tokens or NUM_TOKENS.get(plan.method, 32768)
+    return calibration_text(model, directory, file, num_tokens, plan.calibration_length)
 
 
 def calibration_text(model: str, directory: Path, file: Path | None, num_tokens: int, length: int) -> list[list[int]]:
@@ -214,7 +238,7 @@ def calibration_text(model: str, directory: Path, file: Path | None, num_tokens:
 def _gguf(model: str, out: Path, plan: QuantizePlan) -> None:
     """Write a GGUF file of one of its levels, or of types chosen by measured loss."""
     from headrace.quantize import gguf_writer, mixed
-    from headrace.quantize.driver import verify_out
+    from headrace.quantize.state import verify_out
 
     if out.suffix != ".gguf":
         raise RequestError("out", str(out), f"a name that ends in .gguf for method {plan.method}")

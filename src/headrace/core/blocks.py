@@ -20,6 +20,9 @@ TAKEN, DROPPED, PINNED, CACHED, EVICTED, FORGOTTEN = range(6)
 BlockEvent = tuple[int, Iterable[int], list[int]]
 """A kind of event, the holders, and the blocks: block i belongs to holder i, or to the only one."""
 
+LAID_OUT = 1024
+"""Blocks whose entries a pool makes at once."""
+
 
 def _nothing(_: int) -> None:
     return None
@@ -28,6 +31,9 @@ def _nothing(_: int) -> None:
 class BlockPool:
     """`num_blocks` blocks of `block_size` slots. Block ids are 0 ... num_blocks - 1; none is special.
 
+    `refs` and `cached` end at the highest block that was ever needed, rounded up: a pool of millions of blocks, of
+    which the simulation of a fleet has many, takes memory for those in use alone. The `num_fresh` blocks behind them
+    are free too. They are used after the free ones that were used before, and before any block is evicted.
     `is_busy`: a step is in flight. `users` are the sequences for which the pool is called: one for
     all blocks, or one for each. While the pool is watched, `log` has the events since it was emptied last.
     `fail_at` makes the allocation with that number fail (the first is 1), as if memory had run out: for tests;
@@ -39,9 +45,10 @@ class BlockPool:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.refs = [0] * num_blocks
-        self.cached = [False] * num_blocks
-        self.free = list(range(num_blocks - 1, -1, -1))
+        self.refs: list[int] = []
+        self.cached: list[bool] = []
+        self.free: list[int] = []
+        self.num_fresh = num_blocks
         self.evictable: OrderedDict[int, None] = OrderedDict()
         self.pins: list[int] = []
         self.is_busy = False
@@ -51,16 +58,27 @@ class BlockPool:
         self.num_allocations = 0
         self.fail_at = 0
         self.has_failed = False
+        self.lay_out(1)
+
+    def lay_out(self, num: int) -> None:
+        """Make entries for `num` fresh blocks at least, which become free below all others: the lowest id is used
+        first."""
+        first = len(self.refs)
+        num = min(self.num_fresh, max(num, LAID_OUT))
+        self.num_fresh -= num
+        self.refs += [0] * num
+        self.cached += [False] * num
+        self.free[:0] = range(first + num - 1, first - 1, -1)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can return."""
-        return len(self.free) + len(self.evictable)
+        return len(self.free) + len(self.evictable) + self.num_fresh
 
     @property
     def num_held(self) -> int:
         """Blocks held by tables and pins."""
-        return self.num_blocks - len(self.free) - len(self.evictable)
+        return self.num_blocks - self.num_available
 
     def blocks_for(self, num_slots: int) -> int:
         """Return the number of blocks that hold `num_slots` positions. Admission and allocation use the same (I-19)."""
@@ -76,8 +94,10 @@ class BlockPool:
         if self.num_allocations == self.fail_at:
             self.has_failed = True
             return None
-        if num > len(free) + len(self.evictable):
+        if num > len(free) + len(self.evictable) + self.num_fresh:
             return None
+        if num > len(free) and self.num_fresh:
+            self.lay_out(num - len(free))
         while len(free) < num:
             block, _ = self.evictable.popitem(last=False)
             self.cached[block] = False
@@ -161,7 +181,7 @@ class BlockPool:
         """Uncache all blocks: evictable ones are free now, held ones when they are released."""
         self.free.extend(self.evictable)
         self.evictable.clear()
-        self.cached = [False] * self.num_blocks
+        self.cached = [False] * len(self.cached)
         self.note(FORGOTTEN, ())
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -169,9 +189,10 @@ class BlockPool:
         counts = Counter(block for table in tables for block in table)
         counts.update(self.pins)
         num_held = sum(count > 0 for count in self.refs)
-        if len(self.free) + len(self.evictable) + num_held != self.num_blocks:
+        num_free = len(self.free) + self.num_fresh
+        if num_free + len(self.evictable) + num_held != self.num_blocks:
             raise InvariantError(
-                "I-1", f"{len(self.free)} free + {len(self.evictable)} cached + {num_held} held != {self.num_blocks}"
+                "I-1", f"{num_free} free + {len(self.evictable)} cached + {num_held} held != {self.num_blocks}"
             )
         for block, count in enumerate(self.refs):
             if count != counts[block]:

@@ -335,7 +335,7 @@ class PrefixCache:
                 block: key for key, block in kind.known.items()
             } != kind.names or not kind.known.keys() <= blocks.keys():
                 raise InvariantError("I-5", f"keys and blocks of kind {kind.index} do not agree")
-            if [block in kind.names for block in range(kind.pool.num_blocks)] != kind.pool.cached:
+            if [block in kind.names for block in range(len(kind.pool.cached))] != kind.pool.cached:
                 raise InvariantError("I-5", f"the marks of kind {kind.index}'s pool are not those of its keys")
 
 

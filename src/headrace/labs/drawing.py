@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from headrace import hub
 from headrace.cli.bench.speculate import Synthetic, replace_drafter
 from headrace.labs.base import Lab
@@ -16,6 +18,7 @@ from headrace.protocol.errors import HeadraceError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.speculation import SpeculativeConfig
 from headrace.protocol.step import Request, TokenLogprob
+from headrace.sampling.sampler import Row, Sampler
 from headrace.text.tokenizer import Tokenizer
 
 KNOBS: dict[str, dict[str, Any]] = {
@@ -28,6 +31,8 @@ KNOBS: dict[str, dict[str, Any]] = {
     "min_p 0.1": {"min_p": 0.1},
     "temperature 2, top_p 0.8": {"temperature": 2.0, "top_p": 0.8},
 }
+EXAMPLE = (2.0, 1.0, 0.1)
+"""Logits of the example by which textbooks explain temperature."""
 NUM_GUESSES = 4
 NUM_SHOWN = 24
 """Tokens of a text that are printed."""
@@ -36,6 +41,21 @@ NUM_SHOWN = 24
 def entropy_of(shares: dict[int, float]) -> float:
     """Return the entropy of a distribution in bits."""
     return 0.0 - sum(share * math.log2(share) for share in shares.values() if share > 0)
+
+
+def softmax_of(logits: Sequence[float], temperature: float) -> list[float]:
+    """Return the probabilities of all tokens at a temperature, by the engine's sampler."""
+    row = Row(SamplingParams(temperature=temperature, seed=1), position=0, num_prompt=0)
+    [shares] = Sampler(len(logits), []).shares(np.array([logits], np.float32), [row])
+    if isinstance(shares, ValueError):
+        raise HeadraceError(f"no softmax of {list(logits)}: {shares}")
+    return [float(share) for share in shares[1]]
+
+
+def _example() -> str:
+    """Return the probabilities of `EXAMPLE` at three temperatures, in words."""
+    shares = {temperature: softmax_of(EXAMPLE, temperature) for temperature in (0.5, 1.0, 2.0)}
+    return "; ".join(f"{' / '.join(f'{p:.3f}' for p in each)} at temperature {t:g}" for t, each in shares.items())
 
 
 def _shares(bench: Bench, known: list[int], fields: dict[str, Any]) -> dict[int, float]:
@@ -102,8 +122,8 @@ def sampling(model: str, small: bool) -> Lab:
         "are different (distinct-1, distinct-2), the perplexity under the model alone, and the beginning of the first. "
         f"The text before is: {before!r}.",
         wrong="top-p keeps exactly p of the probability; temperature 0 divides by zero; the order of the knobs "
-        "is all "
-        "the same.",
+        "is all the same; other figures for the softmax of the logits 2, 1 and 0.1 at temperatures 0.5 and 2 than "
+        "dividing the logits by them gives.",
         right=[
             "Top-p keeps the fewest tokens that have at least p: with 0.8 they had "
             f"{float(by_name['top_p 0.8'][4]):.3f}.",
@@ -111,6 +131,8 @@ def sampling(model: str, small: bool) -> Lab:
             "divided.",
             "Temperature comes before top-p here: at 2, top-p 0.8 leaves "
             f"{by_name['temperature 2, top_p 0.8'][1]:,} tokens, and at 1 it leaves {by_name['top_p 0.8'][1]:,}.",
+            f"The logits 2, 1 and 0.1 become {_example()}, by the engine's sampler: softmax of the logits, each "
+            "divided by the temperature.",
             "Variety has its price: from temperature 0.5 to 2 distinct-2 goes from "
             f"{float(by_name['temperature 0.5'][6]):.2f} to {float(by_name['temperature 2'][6]):.2f}, the perplexity "
             f"from {float(by_name['temperature 0.5'][7]):.1f} to {float(by_name['temperature 2'][7]):,.1f}.",

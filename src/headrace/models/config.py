@@ -13,6 +13,8 @@ from headrace.protocol.errors import CheckpointError
 
 _REQUIRED: Any = object()
 MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 4096
+"""The most decoder layers of a model, whichever file it comes from."""
 MAX_NUMBER = 1e30
 """Far beyond any setting, and far within the range of float32."""
 

@@ -23,7 +23,7 @@ from headrace.backends.base import (
     Scoring,
 )
 from headrace.models import Model
-from headrace.models.config import MAX_SIZE, ModelConfig
+from headrace.models.config import MAX_LAYERS, MAX_SIZE, ModelConfig
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.models.unread import verify
 from headrace.models.weights import Expert, Linear
@@ -312,7 +312,7 @@ class Decoder(Model):
         self.num_heads = config.integer("num_attention_heads")
         self.num_kv_heads = config.integer("num_key_value_heads", self.num_heads)
         self.head_dim = config.integer("head_dim", self.default_head_dim or self.hidden_size // self.num_heads)
-        self.num_layers = config.integer("num_hidden_layers")
+        self.num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
         self.vocab_size = config.integer("vocab_size")
         self.eps = config.number(self.eps_key, self.default_eps)
         self.activation = config.choice(self.activation_key, self.activations, self.default_activation)

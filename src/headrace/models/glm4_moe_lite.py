@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.backends.base import Routing
-from headrace.models.config import ModelConfig
+from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import Decoder
 from headrace.models.glm4_moe import sigmoid_routing
 from headrace.models.mla import LatentDecoder, LatentLayer
@@ -38,7 +38,7 @@ class Layer(LatentLayer):
     def is_dense(self, config: ModelConfig, layer_id: int) -> bool:
         """Return whether a layer has no mixture: by `mlp_layer_types`, else only the first. The layer for multi-token
         prediction, which follows the listed layers, has one."""
-        kinds = config.words("mlp_layer_types", config.integer("num_hidden_layers"))
+        kinds = config.words("mlp_layer_types", config.integer("num_hidden_layers", high=MAX_LAYERS))
         return layer_id == 0 if kinds is None else kinds[layer_id : layer_id + 1] == ["dense"]
 
     def routing(self, decoder: Decoder, name: str, num: int) -> Routing:

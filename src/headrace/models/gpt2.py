@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace import models
 from headrace.backends.base import Array, Cache, Heads, LayerShape, Rows, Scoring
-from headrace.models.config import ModelConfig
+from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.unread import Alias, Unread, verify
 from headrace.models.weights import Linear
@@ -88,7 +88,7 @@ class Model(models.Model):
         head_dim = self.hidden_size // self.num_heads
         self.scale = head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
         self.scale_by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
-        num_layers = config.integer("n_layer", 12)
+        num_layers = config.integer("n_layer", 12, high=MAX_LAYERS)
         self.cache_shapes = [LayerShape(self.num_heads, head_dim)] * num_layers
         # Checkpoints of the bare transformer have no prefix.
         root = "transformer." if weights.has_prefix("transformer.") else ""

@@ -1,13 +1,13 @@
-"""How many bits a weight, a key or a value takes in each form, scales included. Called by `plan.counting` and
-`plan.formulas`."""
+"""How many bits a weight, a key or a value takes in each form, scales included, and how headrace serves the form.
+Called by `plan.counting` and `plan.formulas`."""
 
 from __future__ import annotations
 
 import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
-from headrace.protocol.errors import CheckpointError
-from headrace.quant.schemes import Quantization, Scheme, find_method, kernel_name, parse
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.quant.schemes import GROUPS, NAMES, Quantization, Scheme, find_method, kernel_name, parse
 
 FLOAT_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 KV_ITEM_BYTES = {
@@ -18,6 +18,18 @@ KV_SCALED = ("int8", "int8_dot", "int4", "fp8_e4m3")
 """Forms of the cache whose keys and values have 4 bytes of scales for each token and head."""
 EXPERT_METHODS = ("mxfp4",)
 """Methods that quantise the experts alone."""
+CHECKPOINTS = {"int3": Scheme("i3", 128), "int2": Scheme("i2", 128, has_zero=True)}
+"""Forms of layers that `headrace quantize` makes and that a server reads as stored, but does not make while loading."""
+NAMED = (*NAMES, *CHECKPOINTS)
+"""The forms that may be planned by name."""
+
+
+class Served(NamedTuple):
+    """How headrace serves a form: "at load" (a flag of `headrace serve`), "as stored", "as a checkpoint" that has to be
+    made first, or "no", which is a plan alone. `how`: the command, or the reason."""
+
+    kind: str
+    how: str
 
 
 class Forms:
@@ -30,9 +42,10 @@ class Forms:
 
     def __init__(self, dtype: str, quantization: str | None = None, stated: dict[str, Any] | None = None) -> None:
         self.dtype = dtype
-        self._parsed: Quantization | None = None if quantization in (None, "none") else parse(quantization or "")
+        self._beforehand = CHECKPOINTS.get(quantization or "")
+        self._parsed = None if quantization in (None, "none") or self._beforehand else _parse(quantization or "")
         method = find_method(stated)
-        if self._parsed is not None and method != "none":
+        if (self._parsed or self._beforehand) and method != "none":
             raise CheckpointError(
                 f"config.json has a quantization_config ({method}): these weights are quantised already, plan them "
                 f"without --quantization {quantization}"
@@ -44,14 +57,34 @@ class Forms:
     @property
     def name(self) -> str:
         """The name of the form in which linear layers are stored."""
+        if self._beforehand is not None:
+            return f"int{self._beforehand.bits}"
         if self._parsed is not None:
             return self._parsed.name
         return self.dtype if self._stated is None else f"{self._method}, {self._stated:g} bits"
+
+    @property
+    def served(self) -> Served:
+        """How headrace serves a model in this form."""
+        if self._beforehand is not None:
+            bits = self._beforehand.bits
+            flags = f"--bits {bits}{' --asymmetric' * self._beforehand.has_zero}"
+            return Served(
+                "as a checkpoint",
+                f"of headrace quantize {flags}, which headrace serve reads; it has no --quantization int{bits}",
+            )
+        if self._parsed is not None:
+            return Served("at load", f"headrace serve --quantization {self._parsed.name}")
+        if self._stated is None and self._method != "none":
+            return Served("at load", "headrace serve --quantization none")
+        return Served("as stored", "headrace serve, without --quantization")
 
     def bits(self, name: str, num_in: int, plain: bool = False) -> tuple[str, float]:
         """Return the form of the linear layer `name` with `num_in` inputs, and the bits of one of its weights."""
         if plain:
             return self.dtype, FLOAT_BITS[self.dtype]
+        if self._beforehand is not None:
+            return _of_scheme(_fitting(self._beforehand, num_in), num_in)
         if self._parsed is not None:
             return _of_scheme(self._parsed.layer, num_in)
         if self._stated is None or self._is_left(name):
@@ -66,6 +99,17 @@ class Forms:
         if self._method in EXPERT_METHODS and ".experts" not in name:
             return True
         return any(part in name or fnmatch.fnmatch(name, f"{part}*") for part in self._left)
+
+
+def _parse(name: str) -> Quantization:
+    if name not in NAMES:
+        raise RequestError("quantization", name, "one of " + ", ".join(NAMED))
+    return parse(name)
+
+
+def _fitting(scheme: Scheme, num_in: int) -> Scheme:
+    """Return the scheme with the largest group that divides `num_in`, as `headrace quantize` chooses it."""
+    return scheme._replace(group=next((g for g in GROUPS if g <= scheme.group and not num_in % g), GROUPS[-1]))
 
 
 def _of_scheme(scheme: Scheme, num_in: int) -> tuple[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.models.config import ModelConfig
+from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.weights import Linear
 from headrace.plan.counting import CountingWeights, Counts, LayerKV
 from headrace.plan.forms import Forms
@@ -68,7 +68,8 @@ def _with_biases(
 ) -> Counts:
     """Layers like GPT-2's, where everything has a bias. num_extra_positions: of a table of positions, None for none."""
     sizes, integer = _Sizes(config, forms), config.integer
-    hidden, heads, num_layers = integer("hidden_size"), integer("num_attention_heads"), integer("num_hidden_layers")
+    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
+    num_layers = integer("num_hidden_layers", high=MAX_LAYERS)
     if num_extra_positions is not None:
         sizes.weights.table("positions", (integer("max_position_embeddings") + num_extra_positions, hidden))
     for _ in range(num_layers):

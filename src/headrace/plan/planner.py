@@ -15,9 +15,9 @@ from headrace.checkpoint.names import text_config
 from headrace.models.config import ModelConfig
 from headrace.plan import formulas, hardware
 from headrace.plan.counting import Counts, count
-from headrace.plan.forms import FLOAT_BITS, KV_ITEM_BYTES, Forms
+from headrace.plan.forms import FLOAT_BITS, KV_ITEM_BYTES, Forms, Served
 from headrace.plan.hardware import Hardware
-from headrace.plan.plans import Change, Plan, Speed, Workload
+from headrace.plan.plans import MAX_TOKENS, Change, Plan, Speed, Workload
 from headrace.plan.steps import Roofline, dollars_per_million, latency
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -27,7 +27,7 @@ StepTime = Callable[[Sequence[int], Sequence[int], int], float]
 """A function that returns the seconds of a step, from the starts and lengths of its chunks and its rows of logits."""
 OTHERS = ("l4", "rtx4090", "a100", "h100", "h200")
 """Machines to look at when a model does not fit, the smallest first."""
-MAX_TOKENS, MAX_PRICE = 2**31, 1e9
+MAX_PRICE = 1e9
 
 
 class Subject(NamedTuple):
@@ -111,6 +111,9 @@ class Planner:
         self.counts, forms, values = counts_of(subject, workload)
         self.model_type = str(values.get("model_type"))
         self.form = "gguf, as stored" if "gguf" in self.counts.forms else forms.name
+        self.served = forms.served
+        if self.model_type not in models.names():
+            self.served = Served("no", f"a plan alone: headrace has no model file for {self.model_type}")
         self.kv_dtype = forms.dtype if workload.kv_cache_dtype == "auto" else workload.kv_cache_dtype
         self.max_context = ModelConfig(values).max_positions()
         if workload.context is not None and workload.context > self.max_context:
@@ -209,11 +212,14 @@ class Planner:
             active_parameters=counts.active_parameters,
             form=self.form,
             forms=counts.forms,
+            served=self.served.kind,
+            served_how=self.served.how,
             weight_bytes=counts.weight_bytes,
             kv_cache_dtype=self.kv_dtype,
             kv_token_bytes=counts.kv_token_bytes(self.kv_dtype),
             kv_sequence_bytes=counts.kv_bytes(self.context, self.kv_dtype, windowed=False),
-            kv_windowed_bytes=counts.kv_bytes(self.context, self.kv_dtype, windowed=True),
+            kv_windowed_bytes=self.kv_bytes(self.context),
+            kv_batch_bytes=concurrency * self.kv_bytes(self.context),
             flops_per_token=2.0 * (counts.macs + counts.head_macs),
             machine=self.machine,
             working_bytes=self.working,

@@ -15,6 +15,9 @@ import msgspec
 from headrace.plan.hardware import Hardware
 from headrace.protocol.errors import RequestError
 
+MAX_TOKENS = 2**31
+"""Tokens of a sequence, and sequences at once, at most."""
+
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """The work to plan for: `concurrency` sequences of `context` tokens, of which `output_len` are the answer, in these
@@ -62,7 +65,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of a plan: bytes, unless a name says otherwise. `fits`: whether weights and the planned sequences
     have room; `needed_bytes`: the memory of a machine that just has it. `largest_context` is of one sequence,
-    `largest_batch` of sequences of `context` tokens. `step_source`: where the times come from, for the reader."""
+    `largest_batch` of sequences of `context` tokens. `kv_batch_bytes`: the cache of all `concurrency` sequences, as it
+    is kept. `served`: how headrace serves the form: at load, as stored, as a checkpoint, or no; `served_how`: by which
+    command, or why not. `step_source`: where the times come from, for the reader."""
 
     model: str
     model_type: str
@@ -71,11 +76,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     active_parameters: int
     form: str
     forms: dict[str, float]
+    served: str
+    served_how: str
     weight_bytes: float
     kv_cache_dtype: str
     kv_token_bytes: float
     kv_sequence_bytes: float
     kv_windowed_bytes: float
+    kv_batch_bytes: float
     flops_per_token: float
     machine: Hardware
     working_bytes: float

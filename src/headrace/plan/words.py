@@ -26,6 +26,7 @@ def report_of(plan: Plan, goals: dict[str, float]) -> str:
         ("parameters", f"{plan.parameters:,}", f"counted by {plan.source}"),
         *active[: plan.active_parameters != plan.parameters],
         ("weights", amount(plan.weight_bytes), ", ".join(f"{amount(b)} {form}" for form, b in plan.forms.items())),
+        ("served", plan.served, plan.served_how),
         ("a token", f"{plan.flops_per_token / 1e9:.2f} Gflop", "beside attention"),
         ("KV cache", f"{plan.kv_token_bytes:,.0f} bytes a token", plan.kv_cache_dtype),
         ("a sequence", amount(plan.kv_sequence_bytes), f"KV cache of {plan.context:,} tokens, {plan.output_len:,} of "
@@ -34,6 +35,8 @@ def report_of(plan: Plan, goals: dict[str, float]) -> str:
     if plan.kv_windowed_bytes < plan.kv_sequence_bytes:
         rows.append(("", amount(plan.kv_windowed_bytes), "as kept: layers free what lies behind their windows"))
     rows += [
+        ("a batch", amount(plan.kv_batch_bytes), f"{plan.concurrency:,} x {amount(plan.kv_windowed_bytes)}: the KV "
+         "cache of all sequences at once"),
         ("", "", ""),
         ("machine", machine.name, f"{amount(machine.memory)}, {machine.bandwidth / 1e9:,.0f} GB/s, "
          f"{machine.flops / 1e12:.2f} Tflop/s"),

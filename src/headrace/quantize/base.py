@@ -24,14 +24,18 @@ from headrace.quantize import methods, writers
 
 ActOrder = Literal["none", "static", "group"]
 
-AFFINE = ("rtn", "gptq", "awq", "smoothquant", "hqq")
+AFFINE = ("rtn", "gptq", "awq", "smoothquant", "hqq", "qat")
 """Methods whose codes are whole numbers with a scale and a whole zero point for each group."""
+
+TRAINED = ("qat",)
+"""Methods that train the whole model before its layers are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The user's options of a method. The `verify` of each method and writer refuses values that it does not take.
 
+    num_steps, learning_rate, seed, bfloat16: of training; a rate of 0 is the usual one of the bits.
     group_size: inputs that share a scale; -1 one scale for each output, 0 one for the matrix. follows_widths: lower
     group_size, for all layers, to a power of two that divides the inputs of each. symmetric: codes without zero points,
     None for the method's default. scale_dtype: of scales as stored, to which they are rounded before codes
@@ -47,6 +51,10 @@ class Options:
     damping: float = 0.01
     clip: bool = True
     alpha: float = 0.5
+    num_steps: int = 120
+    learning_rate: float = 0.0
+    seed: int = 0
+    bfloat16: bool = False
     scale_dtype: torch.dtype = torch.float16
 
 

@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,11 +38,11 @@ from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.quant.arrays import PLAIN, type_name
 from headrace.quant.base import QWeight
-from headrace.quantize import grid, shards
-from headrace.quantize.base import Layer, LayerShape, Options, Statistics, find_method, find_writer
+from headrace.quantize import grid, shards, training
+from headrace.quantize.base import TRAINED, Layer, LayerShape, Method, Options, Statistics, find_method, find_writer
+from headrace.quantize.state import STATE, State
 from headrace.quantize.tracing import LazyMatrix, LazyWeights, TracingBackend
 
-STATE = "quantize-state.json"
 REPORT = "quantize-report.json"
 WHOLE = "model.safetensors"
 MOST_MERGED = 2**31
@@ -61,13 +60,14 @@ Progress = Callable[[int, int, str], None]
 @dataclass(slots=True)
 class Report:
     """errors: for each linear layer the size of its outputs' error on the calibration text as a share of the outputs'
-    (of its weights without calibration). groups: inputs of each that share a scale. num_bytes: of the weights'
-    files."""
+    (of its weights without calibration). groups: inputs of each that share a scale. num_bytes: of the weights' files.
+    kl: of a model that was trained, nats a token from the plain one, when rounded to nearest and now."""
 
     errors: dict[str, float] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     num_calibration_tokens: int = 0
+    kl: tuple[float, float] | None = None
 
 
 class Batch(NamedTuple):
@@ -95,23 +95,19 @@ def quantise_checkpoint(
     return QuantizeRun(source, out, options, layout, calibration, progress).run()
 
 
+def train_checkpoint(
+    source: Path, out: Path, options: Options, layout: str, calibration: Sequence[Sequence[int]], progress: Progress
+) -> None:
+    """Do the training of a method that has one, which `quantise_checkpoint` then goes on from. Raises as it does."""
+    run = QuantizeRun(source, out, options, layout, calibration, None, progress)
+    run.state.open()
+    run.train()
+
+
 def verify_checkpoint(source: Path, options: Options, layout: str) -> int:
     """Raise the errors of `quantise_checkpoint`, except for the calibration text, before any work. Return the bytes
     that it will write, scales and zero points left out."""
     return QuantizeRun(source, Path(), options, layout, None, None).num_bytes()
-
-
-def verify_out(out: Path, num_bytes: int = 0) -> None:
-    """Raises `RequestError` unless `out` does not exist, is empty, or holds an interrupted run; and if `num_bytes`
-    cannot be written there."""
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not os.access(nearest, os.W_OK) or not (nearest.is_dir() or nearest == out):
-        raise RequestError("out", str(out), f"a path that can be made: {nearest} can not be written to")
-    free = shutil.disk_usage(nearest).free
-    if num_bytes > free and not (out / STATE).is_file():
-        raise RequestError("out", str(out), f"a place for {num_bytes} bytes: its disk has {free} left")
-    if out.exists() and not (out / STATE).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise RequestError("out", str(out), "a new or empty directory, or that of a run that was broken off")
 
 
 class QuantizeRun:
@@ -125,12 +121,15 @@ class QuantizeRun:
         layout: str,
         calibration: Sequence[Sequence[int]] | None,
         progress: Progress | None,
+        on_step: Progress | None = None,
     ) -> None:
         """calibration: None for a run that is verified only."""
-        self.method, self.writer = find_method(options.method), find_writer(layout)
+        self.method: Method = find_method(options.method)
+        self.writer = find_writer(layout)
         self.layout, self.options = layout, self.method.verify(options)
         self.writer.verify(self.options)
         self.source, self.out, self.progress = source, out, progress or (lambda num_done, total, name: None)
+        self.on_step = on_step
         self.values = _read_values(source)
         self.checkpoint = Checkpoint(source)
         self.dtype = DTYPES[choose_dtype("auto", self.checkpoint, self.values)]
@@ -182,6 +181,8 @@ class QuantizeRun:
     def run(self) -> Report:
         self.state.open()
         num_done = self.state.num_done
+        if self.options.method in TRAINED:
+            self.train()
         with torch.inference_mode():
             hidden, batches, kv = self._embedded()
             for i in range(self.num_layers):
@@ -204,8 +205,10 @@ class QuantizeRun:
         copy_others(self.source, self.out)
         groups = {name: grid.group_of(self.options, shape.num_in, name) for name, shape in self.shapes.items()}
         report = Report(self.state.errors, groups, num_calibration_tokens=sum(map(len, self.calibration)))
+        report.kl = self.method.kl if isinstance(self.method, training.Trained) else None
         values: dict[str, Any] = {"method": self.options.method, "options": _as_json(self.options)}
         values |= {"num_calibration_tokens": report.num_calibration_tokens, "errors": report.errors, "groups": groups}
+        values |= {"kl": report.kl} if report.kl else {}
         shards.write_json(self.out / REPORT, values)
         files, parts = self.state.files, list[Path]()
         if self.num_bytes() <= MOST_MERGED and self.layout != "gguf":
@@ -215,6 +218,7 @@ class QuantizeRun:
             files = {WHOLE: [name for names in files.values() for name in names]}
         self.writer.finish(self.out, files, self.values | {"quantization_config": self.quantization_config})
         (self.out / STATE).unlink()
+        (self.out / training.FILE).unlink(missing_ok=True)
         for part in parts:
             part.unlink()
         paths = [path for kind in ("*.safetensors", "*.gguf") for path in self.out.glob(kind)]
@@ -231,7 +235,10 @@ class QuantizeRun:
 
     def _embedded(self) -> tuple[Tensor, list[Batch], list[LayerCache]]:
         """Return the calibration text's rows as inputs of the first decoder layer [rows, hidden]."""
-        batches, shapes = list(_batches(self.calibration)), list(self.model.cache_shapes)
+        return self._enter([] if self.options.method in TRAINED else self.calibration)
+
+    def _enter(self, pieces: list[list[int]]) -> tuple[Tensor, list[Batch], list[LayerCache]]:
+        batches, shapes = list(_batches(pieces)), list(self.model.cache_shapes)
         if not batches:
             return torch.empty(0, 0), [], []
         if any(shape.source is not None for shape in shapes):
@@ -245,6 +252,19 @@ class QuantizeRun:
             shape: make_caches([shape], [num_blocks], BLOCK, "float32", torch.device("cpu"))[0] for shape in set(shapes)
         }
         return torch.cat(parts), batches, [caches[shape] for shape in shapes]
+
+    def train(self) -> None:
+        """Let the whole model learn; its codes replace the method. Resumes what an interrupted run has learned."""
+        first = self.calibration[0][: training.LENGTH]
+        with torch.inference_mode():
+            hidden, batches, kv = self._enter([first])
+            for i in range(self.num_layers):
+                self._load(i)
+                hidden = self._run_layer(i, hidden, batches, kv)
+            states = self.model.final(hidden, torch.arange(len(first)))
+        state_file = training.StateFile(self.out / training.FILE, self.state.fingerprint)
+        source = training.Source(self._stored, self.checkpoint.names, self.values)
+        self.method = training.trained(source, self.options, self.calibration, states, state_file, self.on_step)
 
     def _run_layer(self, i: int, hidden: Tensor, batches: list[Batch], kv: list[LayerCache]) -> Tensor:
         out = torch.empty_like(hidden)
@@ -356,54 +376,6 @@ class QuantizeRun:
             if _layer_of(name) == i:
                 norm.copy_(tensor(file(name)))
         self.ops.weights, self.ops.biases = weights, biases
-
-
-class State:
-    """The remains of an interrupted run in `out`: the state file, and whole files of weights."""
-
-    def __init__(self, out: Path, fingerprint: str, num_layers: int) -> None:
-        self.out, self.fingerprint, self.num_layers = out, fingerprint, num_layers
-        self.files: dict[str, list[str]] = {}
-        self.errors: dict[str, float] = {}
-
-    @property
-    def num_done(self) -> int:
-        return len(self.files)
-
-    def file_of(self, place: int) -> str:
-        """Return the file of a decoder layer; of the rest, for place num_layers."""
-        return f"model-{place + 1:05}-of-{self.num_layers + 1:05}.safetensors"
-
-    def open(self) -> None:
-        """Read the state of `out`. Raises `RequestError` if it holds something else, or another run."""
-        path = self.out / STATE
-        verify_out(self.out)
-        if not path.is_file():
-            self.out.mkdir(parents=True, exist_ok=True)
-            self._save()
-            return
-        values = hub.read_json(path)
-        if values.get("fingerprint") != self.fingerprint:
-            raise RequestError(
-                "out", str(self.out), "another directory: it holds a run with other options, model or calibration text"
-            )
-        files, errors = values.get("files"), values.get("errors")
-        if not isinstance(files, dict) or not isinstance(errors, dict):
-            raise CheckpointError(f"{path}: files or errors are missing")
-        for place, (file, names) in enumerate(files.items()):
-            if file != self.file_of(place) or not (self.out / file).is_file():
-                raise CheckpointError(f"{path} names {file!r:.80}, which is not there; begin anew in another directory")
-            self.files[file] = list(names)
-        self.errors = {str(name): float(error) for name, error in errors.items()}
-
-    def add(self, file: str, names: Iterable[str], errors: dict[str, float]) -> None:
-        self.files[file] = sorted(names)
-        self.errors |= errors
-        self._save()
-
-    def _save(self) -> None:
-        values = {"fingerprint": self.fingerprint, "files": self.files, "errors": self.errors}
-        shards.write_json(self.out / STATE, values)
 
 
 class _File:

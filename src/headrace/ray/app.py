@@ -217,7 +217,7 @@ def _renamed(error: RequestError, place: str) -> RequestError:
 
 def _number(value: Any, kind: Any) -> Any:
     """Return a size such as 32k as a number, where a number is expected."""
-    from headrace.protocol.config import human_int
+    from headrace.protocol.human import human_int
 
     if isinstance(value, str) and kind in (int, int | None):
         try:

@@ -40,6 +40,12 @@ app = typer.Typer(help="Measure latency, throughput, quality, speculation, or a 
 KEPT = ("seed", "revision", "backend", "device", "num_threads", "speculative_config")
 ABLATED = tuple(name for name in EngineConfig.__struct_fields__ if name not in KEPT)
 
+ModelsAndMoreGoals = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL]...", help="A directory, a .gguf file, a hub id, or 'builtin'; several are compared."
+    ),
+]
 GOAL = re.compile("(ttft|tpot|itl|e2el):")
 Show = Callable[[dict[str, Any]], None]
 # `--goodput ttft:200 tpot:50`: an option takes one value, so the ones after it arrive as arguments.
@@ -65,8 +71,15 @@ def latency(words: ModelAndMoreGoals = None, **fields: Any) -> None:
 
 @app.command()
 @options(ThroughputPlan, EngineConfig, skip=("skip_tokenizer_init",))
-def throughput(words: ModelAndMoreGoals = None, **fields: Any) -> None:
-    """Give the engine all requests at once, and time it until the last one is done."""
+def throughput(words: ModelsAndMoreGoals = None, **fields: Any) -> None:
+    """Give the engine all requests at once, and time it until the last one is done; memory beside it.
+
+    Of several models, or with --forms, it prints a table with a row each: weights, memory, tokens/s and ratio, measured
+    in turns."""
+    models = [word for word in words or () if not GOAL.match(word)]
+    if len(models) > 1 or fields["forms"] is not None:
+        _compare(fields, models or [fields["model"]], [word for word in words or () if GOAL.match(word)])
+        return
     fields, more_goals = _with_model(fields, words)
     plan = build(ThroughputPlan, fields)
     goals = _goals(plan.goodput, more_goals)
@@ -74,6 +87,22 @@ def throughput(words: ModelAndMoreGoals = None, **fields: Any) -> None:
 
     result = _header(plan.model) | measure_throughput(plan, build(EngineConfig, fields), goals)
     _report(result, plan.json, plan.output_json, _table("Throughput Benchmark Result"))
+
+
+def _compare(fields: dict[str, Any], models: list[str], more_goals: list[str]) -> None:
+    """Run `bench throughput` of several models and forms in turns."""
+    if fields["model"] not in ("builtin", models[0]):
+        raise typer.BadParameter(f"unexpected argument {models[0]!r}: MODEL is given as --model already")
+    plan = build(ThroughputPlan, fields | {"model": models[0]})
+    goals = _goals(plan.goodput, more_goals)
+    from headrace.cli.bench.compare import forms_of, measure_comparison, print_comparison
+
+    forms = forms_of(plan.forms) if plan.forms is not None else [fields["quantization"]]
+    configs = [
+        build(EngineConfig, fields | {"model": model, "quantization": form}) for model in models for form in forms
+    ]
+    result = _header(models[0]) | measure_comparison(plan, configs, goals)
+    _report(result, plan.json, plan.output_json, print_comparison)
 
 
 @app.command()

@@ -11,15 +11,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
+from headrace import hub
 from headrace.cli.bench.data import Sample, check_dataset, file_samples, find_tokenizer, random_samples
 from headrace.cli.bench.plans import LatencyPlan, ThroughputPlan
 from headrace.cli.bench.stats import Timeline, figures, percentile
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Ticket
+from headrace.engine.library.model_facts import facts_of
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
@@ -147,6 +151,39 @@ def about(info: EngineInfo) -> dict[str, Any]:
     return {"dtype": info.dtype, "backend": info.backend, "device": info.device}
 
 
+def memory_of(info: EngineInfo) -> dict[str, Any]:
+    """Return bytes: of the weights that a step reads, of the KV cache as allocated, of
+    this process now and at most (None where the system does not say it), and on a GPU of the device at most."""
+    sizes: dict[str, Any] = {
+        "weight_bytes": info.weight_bytes,
+        "kv_cache_bytes": info.num_blocks * info.block_size * info.kv_token_bytes,
+        "resident_bytes": psutil.Process().memory_info().rss,
+        "peak_resident_bytes": peak_resident(),
+    }
+    if info.backend == "cuda":
+        import torch
+
+        sizes["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+    return sizes
+
+
+def form_of(config: EngineConfig, info: EngineInfo) -> str:
+    """Return the form of the weights in words: int4 of those that were quantised at load, AWQ-4bit or Q4_K_M of those
+    that are stored so, else the dtype."""
+    if config.quantization is not None:
+        return info.quantization or info.dtype
+    path = hub.resolve(config.model, config.revision)
+    if path.suffix == ".gguf" or hub.read_config(path).get("quantization_config") is not None:
+        return facts_of(path).quantization
+    return info.dtype
+
+
+def peak_resident(path: Path = Path("/proc/self/status")) -> int | None:
+    """Return the most bytes that this process had in memory; None on systems without /proc."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+
+
 def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, float]) -> dict[str, Any]:
     """Run the batches of the plan one after the other. `avg_latency`, `latencies` and `percentiles` are in seconds."""
     if not plan.kv_cache:
@@ -174,6 +211,7 @@ def measure_latency(plan: LatencyPlan, config: EngineConfig, goals: dict[str, fl
         result["percentiles"] = {f"{share:g}": percentile(latencies, share) for share in PERCENTILES}
         result["latencies"] = latencies
         result |= figures(timelines, sum(latencies), percentiles=PERCENTILES, goals=goals)
+        result |= memory_of(core.info)
         return result | {"prefix_cache_hit_tokens": core.stats().prefix_cache_hits - num_cached}
 
 
@@ -199,4 +237,5 @@ def measure_throughput(plan: ThroughputPlan, config: EngineConfig, goals: dict[s
             "tokens_per_second": total / elapsed,
         }
         result |= figures(timelines, elapsed, percentiles=PERCENTILES, goals=goals)
+        result |= {"form": form_of(config, core.info)} | memory_of(core.info)
         return result | {"prefix_cache_hit_tokens": core.stats().prefix_cache_hits}

@@ -74,6 +74,17 @@ class ThroughputPlan(msgspec.Struct, frozen=True, kw_only=True):
     """All requests at once, until the last is done."""
 
     model: Model = "builtin"
+    forms: Annotated[
+        str | None,
+        Meta(
+            description="Compare each model in these forms, with commas between, such as stored,int8,int4. "
+            "Further models may follow MODEL.",
+            extra={"metavar": "FORMS"},
+        ),
+    ] = None
+    rounds: Annotated[
+        int, Meta(description="Of a comparison: rounds, in each of which every model and form has one turn.", ge=1)
+    ] = 3
     num_prompts: Annotated[int, Meta(description="Requests to run.", ge=1)] = 100
     dataset_name: DatasetName = "random"
     dataset_path: DatasetPath = None

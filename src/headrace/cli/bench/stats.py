@@ -24,6 +24,14 @@ TITLES = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
+MEMORY = {
+    "Weights in memory": "weight_bytes",
+    "KV cache as allocated": "kv_cache_bytes",
+    "Resident memory": "resident_bytes",
+    "Peak resident memory": "peak_resident_bytes",
+    "Peak GPU memory": "peak_device_bytes",
+}
+"""Rows of the table, in MB, and the figures in bytes."""
 
 
 class Timeline(msgspec.Struct, kw_only=True):
@@ -210,6 +218,8 @@ def table(
     row("Peak concurrent requests", result["max_concurrent_requests"])
     row("Total token throughput (tok/s)", result["total_token_throughput"])
     row("Mean wait in this client (ms)", result.get("mean_client_queue_time_ms") or None)
+    for label, name in MEMORY.items():
+        row(f"{label} (MB)", result[name] / 1e6 if result.get(name) else None)
     for name in metrics:
         short, long = TITLES[name]
         lines.append(long.center(width, "-"))

@@ -16,8 +16,9 @@ from starlette.applications import Starlette
 from headrace.insight.limits import Machine
 from headrace.plan import hardware
 from headrace.plan.hardware import Hardware
-from headrace.plan.plans import Job, Plan, Planned, Workload, parse_goals
+from headrace.plan.plans import MAX_TOKENS, Job, Plan, Planned, Workload, parse_goals
 from headrace.protocol.errors import RequestError
+from headrace.protocol.human import human_int
 from headrace.serve import routing
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Body, convert
@@ -25,20 +26,21 @@ from headrace.serve.errors import CallError
 from headrace.text.bounded import BoundedProcess
 
 PLAN_CPU_S = 4.0
-"""A plan takes some tenths of a second; a config of a billion layers ends here."""
+"""A plan takes some tenths of a second; a context of a billion tokens ends here."""
 THIS = "this"
 
 
 class PlanRequest(Body):
-    """The fields are the flags of `headrace plan`. `model`: a name of the server's models, by default the first loaded
-    one; `config`: in its place, the values of a config.json. `hardware`: a name of the table, or "this" server."""
+    """The fields are the flags of `headrace plan`, whose numbers may be 4096, or "4k" for 4,000. `model`: a name of the
+    server's models, by default the first loaded one; `config`: in its place, the values of a config.json.
+    `hardware`: a name of the table, or "this" server."""
 
     model: str | None = None
     config: dict[str, Any] | None = None
     hardware: str = THIS
-    context: int | None = None
-    output_len: int = 256
-    concurrency: int | None = None
+    context: int | str | None = None
+    output_len: int | str = 256
+    concurrency: int | str | None = None
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -72,9 +74,9 @@ class Planning:
         if request.hardware != THIS and request.hardware not in hardware.TABLE:
             raise RequestError("hardware", request.hardware, f"one of {', '.join(hardware.TABLE)}, this")
         workload = Workload(
-            context=request.context,
-            output_len=request.output_len,
-            concurrency=request.concurrency,
+            context=_number("context", request.context),
+            output_len=_number("output_len", request.output_len) or 0,
+            concurrency=_number("concurrency", request.concurrency),
             dtype=request.dtype,
             quantization=request.quantization,
             kv_cache_dtype=request.kv_cache_dtype,
@@ -116,6 +118,19 @@ class Planning:
         if name is None or running is not None:
             raise CallError(404, "not_found", "the model has no files" if running else "no model is loaded")
         raise RequestError("model", name, f"one of {', '.join(models.names())}")
+
+
+def _number(field: str, value: int | str | None) -> int | None:
+    """Return a number as the command line reads it: 4096, "4096" or "4k". Raises `RequestError`."""
+    if isinstance(value, str):
+        try:
+            value = human_int(value)
+        except ValueError:
+            bound = "a whole number such as 4096, 32k (32,000) or 32K (32,768)"
+            raise RequestError(field, value, bound) from None
+    if value is not None and not -MAX_TOKENS <= value <= MAX_TOKENS:
+        raise RequestError(field, value, f"from 1 to {MAX_TOKENS}")
+    return value
 
 
 def add_routes(app: Starlette, planning: Planning) -> None:

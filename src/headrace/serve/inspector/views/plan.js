@@ -8,9 +8,9 @@ const PASTED = "\u0000";
 const HARDWARE = [["this", "this server"], ...["h100", "h200", "a100", "l4", "rtx4090"].map((name) => [name, name])];
 const named = (names, first) => [["", first], ...names.map((name) => [name, name])];
 const DTYPES = named(["float32", "bfloat16", "float16"], "the model's");
-const FORMS = named(["int8", "int4", "int8-channel", "int8-g128", "int6", "int4-g32", "int4-g64", "int4-g128", "nf4", "mxfp4", "none"], "as stored");
+const FORMS = named(["int8", "int4", "int8-channel", "int8-g128", "int6", "int4-g32", "int4-g64", "int4-g128", "nf4", "mxfp4", "int3", "int2", "none"], "as stored");
 const CACHES = named(["float32", "bfloat16", "float16", "int8", "int4", "fp8_e4m3", "fp8_e5m2"], "as the weights");
-const NUMBERS = [["context", "at most 4096"], ["output_len", "256"], ["concurrency", "as many as fit"], ["price", "none"]];
+const SIZES = [["context", "at most 4096"], ["output_len", "256"], ["concurrency", "as many as fit"]];
 const LABELS = { context: "Context", output_len: "Of it the answer", concurrency: "Sequences at once", price: "Dollars an hour" };
 
 export function amount(bytes) {
@@ -21,7 +21,8 @@ export function amount(bytes) {
 /** Return the body of the request: empty fields are left out. Throws `SyntaxError` for a config that is no JSON. */
 function bodyOf({ model, config, ...fields }) {
   const set = Object.entries(fields).filter(([, value]) => value !== "");
-  const body = Object.fromEntries(set.map(([name, value]) => [name, name in LABELS ? Number(value) : value]));
+  // 4096 and 4k: the server reads the units.
+  const body = Object.fromEntries(set.map(([name, value]) => [name, name in LABELS && !Number.isNaN(Number(value)) ? Number(value) : value]));
   if (model === PASTED) return { ...body, config: JSON.parse(config) };
   return model ? { ...body, model } : body;
 }
@@ -38,10 +39,12 @@ function rowsOf(plan, slo) {
     ["parameters", count(plan.parameters), `counted by ${plan.source}`],
     ...(plan.active_parameters === plan.parameters ? [] : [["active", count(plan.active_parameters), "parameters that a token meets"]]),
     ["weights", amount(plan.weight_bytes), parts],
+    ["served", plan.served, plan.served_how],
     ["a token", `${(plan.flops_per_token / 1e9).toFixed(2)} Gflop`, "beside attention"],
     ["KV cache", `${count(plan.kv_token_bytes)} bytes a token`, plan.kv_cache_dtype],
     ["a sequence", amount(plan.kv_sequence_bytes), `KV cache of ${count(plan.context)} tokens, ${count(plan.output_len)} of them the answer`],
     ...(plan.kv_windowed_bytes < plan.kv_sequence_bytes ? [["as kept", amount(plan.kv_windowed_bytes), "layers free what lies behind their windows"]] : []),
+    ["a batch", amount(plan.kv_batch_bytes), `${count(plan.concurrency)} × ${amount(plan.kv_windowed_bytes)}: the KV cache of all sequences at once`],
     ["machine", machine.name, `${amount(machine.memory)}, ${count(machine.bandwidth / 1e9)} GB/s, ${(machine.flops / 1e12).toFixed(2)} Tflop/s`],
     ["for the cache", amount(Math.max(0, plan.free_bytes)), `${percent(machine.utilization, 0)} of the memory, less weights and ${amount(plan.working_bytes)} to work in`],
     ["largest batch", count(plan.largest_batch), `sequences of ${count(plan.context)} tokens`],
@@ -64,11 +67,10 @@ function rowsOf(plan, slo) {
 /** The machine's memory as a bar. */
 function Memory({ plan }) {
   const { memory } = plan.machine;
-  const cache = plan.needed_bytes * plan.machine.utilization - plan.weight_bytes - plan.working_bytes;
   const whole = Math.max(memory, plan.needed_bytes);
   const rest = memory - plan.needed_bytes;
   const parts = [["prompt", "weights", plan.weight_bytes], ["guess", "to work in", plan.working_bytes],
-    ["answer", `KV cache of ${count(plan.concurrency)} sequences`, cache],
+    ["answer", `KV cache of ${count(plan.concurrency)} sequences`, plan.kv_batch_bytes],
     ["unfilled", `left to others (${percent(1 - plan.machine.utilization, 0)})`, plan.needed_bytes * (1 - plan.machine.utilization)],
     ["empty", rest < 0 ? "missing" : "free", Math.abs(rest)]];
   const summary = parts.map(([, words, bytes]) => `${words} ${amount(bytes)}`).join(", ");
@@ -120,8 +122,9 @@ export function Plan() {
       <${Choice} label="Quantisation" value=${form.quantization} options=${FORMS} choose=${set("quantization")} />
       <${Choice} label="KV cache" value=${form.kv_cache_dtype} options=${CACHES} choose=${set("kv_cache_dtype")} />
       <${Choice} label="Floats" value=${form.dtype} options=${DTYPES} choose=${set("dtype")} />
-      ${NUMBERS.map(([name, words]) => html`<label key=${name}>${LABELS[name]} <input type="number" min=${name === "price" ? 0 : 1}
-        step=${name === "price" ? "any" : 1} value=${form[name]} placeholder=${words} onInput=${(event) => set(name)(event.target.value)} /></label>`)}
+      ${SIZES.map(([name, words]) => html`<label key=${name}>${LABELS[name]} <input inputmode="numeric" pattern="[0-9.]+[kKmMgGtT]?"
+        title="a number such as 4096, 4k (4,000) or 4K (4,096)" value=${form[name]} placeholder=${words} onInput=${(event) => set(name)(event.target.value)} /></label>`)}
+      <label>${LABELS.price} <input type="number" min="0" step="any" value=${form.price} placeholder="none" onInput=${(event) => set("price")(event.target.value)} /></label>
       <label>Goals in ms <input value=${form.slo} placeholder="ttft:500,tpot:50" onInput=${(event) => set("slo")(event.target.value)} /></label>
       ${form.model === PASTED && html`<label class="wide">config.json <textarea rows="6" required value=${form.config}
         onInput=${(event) => set("config")(event.target.value)} /></label>`}
