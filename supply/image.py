@@ -1,8 +1,8 @@
-"""`python supply/image.py HADOLINT [--tag NAME]` lints deploy/Dockerfile, and builds it where that can be done.
+"""`python supply/image.py HADOLINT [--tag NAME] [--required]` lints deploy/Dockerfile, and builds it where it can.
 
-That needs docker or podman, whichever answers first, and the base image: on this machine, or from its registry. The
+Building needs docker or podman, whichever answers first, and the base image: on this machine, or from its registry. The
 image is then run: its version, and one token of the built-in model without a network. Where it can not be built, the
-last line begins with NOT BUILT and names the reason; the exit status is the linter's then.
+last line begins with NOT BUILT and names the reason. The exit status is the linter's then; with `--required`, 1.
 
 Called by `make image`.
 """
@@ -66,6 +66,7 @@ def main() -> int:
     arguments.add_argument("hadolint")
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     arguments.add_argument("--tag", default=f"headrace:{version}")
+    arguments.add_argument("--required", action="store_true")
     args = arguments.parse_args()
     if status := subprocess.run([args.hadolint, str(DOCKERFILE)], cwd=ROOT).returncode:
         return status
@@ -73,7 +74,7 @@ def main() -> int:
     program, reason = builder(bases((ROOT / DOCKERFILE).read_text(encoding="utf-8")))
     if not program:
         print(f"NOT BUILT, linted alone: {reason}")
-        return 0
+        return int(args.required)
     once = [program, "run", "--rm", "--network", "none", args.tag]
     for words in (
         [program, "build", "--file", str(DOCKERFILE), "--tag", args.tag, "."],

@@ -20,9 +20,9 @@ def program(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def image(folder: Path) -> tuple[int, str, list[str]]:
+def image(folder: Path, *flags: str) -> tuple[int, str, list[str]]:
     """Run supply/image.py with the programs of the folder alone: exit status, last line, what was run."""
-    words = [sys.executable, "supply/image.py", str(folder / "hadolint")]
+    words = [sys.executable, "supply/image.py", str(folder / "hadolint"), *flags]
     env = os.environ | {"PATH": f"{folder}:/usr/bin-without-builders:/bin-without-builders"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     log = folder / "log"
@@ -39,6 +39,7 @@ def test_without_a_builder_it_is_linted_alone(folder: Path) -> None:
     status, line, log = image(folder)
     assert (status, line) == (0, "NOT BUILT, linted alone: docker is not installed; podman is not installed")
     assert log == ["hadolint deploy/Dockerfile"]
+    assert image(folder, "--required")[:2] == (1, line)
 
 
 def test_a_builder_that_does_not_answer_is_named_with_its_words(folder: Path) -> None:

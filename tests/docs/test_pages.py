@@ -30,6 +30,9 @@ pytestmark = pytest.mark.in_order
 NOT_RUN = {
     "make": "sets up an environment, or runs these tests",
     "git worktree": "changes the repository",
+    "git tag": "changes the repository",
+    "git push": "changes another repository",
+    "python supply/release.py": "fails before the day of a release; tests/deploy/test_release.py runs its parts",
     "pip install": "changes the environment",
     "python -m pip install": "changes the environment",
     "pytest": "the tests themselves",

@@ -118,7 +118,8 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    pages = [rules.ROOT / "README.md", rules.ROOT / "AGENTS.md", *(rules.ROOT / "docs").rglob("*.md")]
+    pages = [*rules.ROOT.glob("*.md"), *(rules.ROOT / "docs").rglob("*.md")]
+    assert {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in pages}
     broken = [f"{page.name}: {dead}" for page in pages for dead in dead_links(page.read_text(), page.parent)]
     assert not broken
     assert dead_links("see [this](docs/nothing.md#part) and [that](Makefile)", rules.ROOT) == ["docs/nothing.md"]
