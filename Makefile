@@ -1,12 +1,13 @@
 # Each target works on a fresh clone as the only command: what needs the virtual environment makes it first.
-# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, VENV, and LOCKED=1 (what
-# runs is installed by the hashes of requirements.lock).
+# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, REPOSITORY, VENV, and
+# LOCKED=1 (what runs is installed by the hashes of requirements.lock).
 
 VENV     ?= .venv
 MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
+REPOSITORY ?=
 TRITON   ?= 3.6.0
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
@@ -18,13 +19,14 @@ TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
 LINTERS  := build/linters
+SITE     := build/mkdocs
 LINTED   := $(LINTERS)/bin/actionlint
 LOCKER   := build/lock
 PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm image lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm image site lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -192,6 +194,12 @@ wheel-arm: $(SERVING)  ## a wheel for AArch64, cross-compiled; its file is check
 
 image: $(LINTED)  ## lint deploy/Dockerfile, build it where docker or podman answers, and run it; says which
 	$(BIN)/python supply/image.py $(LINTERS)/bin/hadolint $(ARGS)
+
+# An environment of its own. REPOSITORY is the address that links to files of the repository begin with.
+site: $(SERVING)  ## the docs as a site in build/site; a link or an anchor that leads nowhere fails it
+	test -e $(SITE)/.installed || { $(BIN)/python -m venv --clear $(SITE) && \
+	    $(SITE)/bin/python -m pip install --quiet $(PIP_ARGS) mkdocs==1.6.1 mkdocs-material==9.8.2 pymdown-extensions==13.1.2 && touch $(SITE)/.installed; }
+	REPOSITORY="$(REPOSITORY)" NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
 	test -x $(LOCKER)/bin/uv || { $(BIN)/python -m venv $(LOCKER) && $(LOCKER)/bin/python -m pip install --quiet $(PIP_ARGS) uv==0.13.9; }

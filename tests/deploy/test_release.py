@@ -24,8 +24,8 @@ TODAY = "2026-12-01"
 
 
 def jobs(text: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)["jobs"]
-    return found
+    by_name: dict[str, dict[str, Any]] = yaml.safe_load(text)["jobs"]
+    return by_name
 
 
 def scripts(text: str) -> str:
@@ -50,7 +50,7 @@ def loose(text: str) -> list[str]:
     commits: dict[str, set[str]] = {}
     for name, rest in uses:
         commits.setdefault(name.partition("@")[0], set()).add(f"{name.partition('@')[2]}{rest}")
-    return names + [f"{name} twice" for name, found in commits.items() if len(found) > 1]
+    return names + [f"{name} twice" for name, versions in commits.items() if len(versions) > 1]
 
 
 def rights(text: str) -> list[str]:
@@ -71,7 +71,7 @@ def rights(text: str) -> list[str]:
         for step in job["steps"]:
             if "checkout" in step.get("uses", "") and step.get("with", {}).get("persist-credentials") is not False:
                 broken.append(f"{name} keeps the credentials of the checkout")
-            # Text of an event in a script is a script of whoever wrote the event.
+            # Text of an event in a script is a script of a stranger.
             if "${{" in step.get("run", ""):
                 broken.append(f"{name} puts an expression into a script")
     return broken
@@ -144,12 +144,14 @@ def release() -> Iterator[dict[str, ModuleType]]:
 @pytest.fixture
 def texts(release: dict[str, ModuleType]) -> dict[str, str]:
     """The files that name the version, as they are on the day of the release."""
-    found = {name: (ROOT / name).read_text(encoding="utf-8") for name in release["release"].FILES}
-    found["CHANGELOG.md"] = (
+    by_name = {name: (ROOT / name).read_text(encoding="utf-8") for name in release["release"].FILES}
+    by_name["CHANGELOG.md"] = (
         f"# Changelog\n\n## [Unreleased]\n\n## [0.1.0] - {TODAY}\n\n### Added\n\n- All.\n\n## [0.0.1]\n"
     )
-    found["CITATION.cff"] = re.sub("(?m)^date-released: .*\n", "", found["CITATION.cff"]) + f"date-released: {TODAY}\n"
-    return found
+    by_name["CITATION.cff"] = (
+        re.sub("(?m)^date-released: .*\n", "", by_name["CITATION.cff"]) + f"date-released: {TODAY}\n"
+    )
+    return by_name
 
 
 def test_files_agree_on_the_day_of_the_release(release: dict[str, ModuleType], texts: dict[str, str]) -> None:

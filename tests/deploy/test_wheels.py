@@ -30,11 +30,11 @@ def supply() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_two_wheels_are_for_every_cpython(supply: dict[str, ModuleType], machine: str) -> None:
-    own, shared = OWN.format(machine), SHARED.format(machine)
-    expected = {"3.11": own, "3.12": shared, "3.13": shared, "3.14": shared}
-    assert supply["pythons"].cover([own, shared], machine) == expected
+    first, shared = OWN.format(machine), SHARED.format(machine)
+    expected = {"3.11": first, "3.12": shared, "3.13": shared, "3.14": shared}
+    assert supply["pythons"].cover([first, shared], machine) == expected
     assert supply["pythons"].cover([shared], machine) == expected | {"3.11": ""}
-    assert supply["pythons"].cover([own], machine) == dict.fromkeys(SERIES, "") | {"3.11": own}
+    assert supply["pythons"].cover([first], machine) == dict.fromkeys(SERIES, "") | {"3.11": first}
 
 
 @pytest.mark.parametrize(
