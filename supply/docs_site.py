@@ -33,7 +33,7 @@ FOREIGN = re.compile(
 
 
 class SiteError(Exception):
-    """A page that is missing from the map, or a page that loads something of others."""
+    """A page that is missing from the map."""
 
 
 def contents(folder: str, pages: Sequence[str]) -> list[str]:
@@ -161,6 +161,7 @@ def of_third_parties(html: str) -> list[str]:
 
 def on_config(config: Any) -> Any:
     from markdown.extensions import Extension
+    from mkdocs.exceptions import PluginError
 
     class Indentation(Extension):
         """Two blanks belong to an item of a list, as they do where the repository is browsed."""
@@ -169,7 +170,10 @@ def on_config(config: Any) -> Any:
             md.tab_length = 2
 
     pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")] + [DECISIONS, *BESIDE.values()]
-    config["nav"] = navigation((DOCS / "index.md").read_text(encoding="utf-8"), pages)
+    try:
+        config["nav"] = navigation((DOCS / "index.md").read_text(encoding="utf-8"), pages)
+    except SiteError as error:
+        raise PluginError(str(error)) from error
     config["markdown_extensions"].append(Indentation())
     return config
 
@@ -191,6 +195,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
+    from mkdocs.exceptions import PluginError
+
     for path in Path(config["site_dir"]).rglob("*.html"):
         if found := of_third_parties(path.read_text(encoding="utf-8")):
-            raise SiteError(f"{path.name} loads something from another host: {found[0]}")
+            raise PluginError(f"{path.name} loads something from another host: {found[0]}")
