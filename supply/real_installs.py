@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,12 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from check_install import isolated
+from pythons import Interpreter, interpreters
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "installs"
 PAGE = ROOT / "docs" / "maintainers" / "installs.md"
 FAST = "tests/core tests/protocol tests/text tests/e2e"
-LEAST = (3, 11)
 README = (
     "make run",
     "make test",
@@ -52,13 +51,6 @@ which may have had other work, and include downloads and the compilation of the 
 """
 
 
-class Interpreter(NamedTuple):
-    """A Python that can make an environment."""
-
-    version: str
-    path: str
-
-
 class Row(NamedTuple):
     """A row of the table: seconds and megabytes of both commands, and the last line of the tests."""
 
@@ -73,25 +65,6 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         run, test = f"{self.run_seconds:.0f} s | {self.run_mb:.0f}", f"{self.test_seconds:.0f} s | {self.test_mb:.0f}"
         return f"| {self.version} | {self.torch} | {run} | {test} | {self.tests} |"
-
-
-def interpreters() -> list[Interpreter]:
-    """Those at hand, new enough, one for each version."""
-    places = [Path(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)] + [Path("/usr/bin")]
-    places += sorted((Path.home() / ".pyenv" / "versions").glob("*/bin"))
-    names = [path for place in places for path in (*place.glob("python3.[1-9][0-9]"), place / "python3")]
-    found: dict[str, str] = {}
-    code = "import ensurepip, os, sys, venv; print(*sys.version_info[:3], os.path.realpath(sys.executable))"
-    for path in names:
-        if not path.is_file() or sys.prefix in str(path):
-            continue
-        done = subprocess.run([str(path), "-c", code], capture_output=True, text=True)
-        if done.returncode:
-            continue
-        *version, real = done.stdout.split()
-        if (int(version[0]), int(version[1])) >= LEAST:
-            found.setdefault(".".join(version), real)
-    return [Interpreter(version, path) for version, path in sorted(found.items())]
 
 
 def megabytes(folder: Path) -> float:

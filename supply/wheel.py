@@ -1,10 +1,15 @@
-"""`python supply/wheel.py [--twice] [--arm] [PYTHON ...]` puts a wheel for each interpreter into dist, with a manylinux
-tag.
+"""`python supply/wheel.py [--all] [--twice] [--arm] [PYTHON ...]` puts a wheel for each interpreter into dist, with a
+manylinux tag.
 
 Each wheel is built from a copy of the files under version control, by the tools of requirements-build.lock, repaired by
-auditwheel, and tried in a fresh environment. CPython 3.12 and newer share one wheel (abi3). `--twice` builds each in
-two folders and fails unless both wheels have the same bytes. PIP_ARGS of the environment is passed to pip. Beside the
-wheels lies headrace.provenance.json, the statement of what went in.
+auditwheel, and tried in a fresh environment: `headrace --version`, and one token of the built-in model. CPython 3.12
+and newer share one wheel (abi3). `--twice` builds each in two folders and fails unless both wheels have the same bytes.
+PIP_ARGS of the environment is passed to pip. Beside the wheels lies headrace.provenance.json, the statement of what
+went in.
+
+`--all` builds what CPython 3.11 to 3.14 need, two wheels and the source archive, tries each wheel with every
+interpreter at hand that it is for, and prints a line for each CPython. One that is not at hand is "NOT TRIED"; one that
+no wheel is for fails the command.
 
 `--arm` builds for AArch64 by Debian's cross compiler, with the interpreter's own headers: of pyconfig.h only what
 concerns the interpreter itself differs. Such a wheel is not installed here; the header of its extension is read.
@@ -14,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -24,6 +31,7 @@ import zipfile
 from pathlib import Path
 
 from provenance import statement
+from pythons import Interpreter, cover, installs, interpreter, interpreters, of_each_series
 from versions import ROOT, epoch
 
 BUILD = ROOT / "build" / "wheel"
@@ -32,6 +40,8 @@ NATIVE = "--config-settings=wheel.cmake=true"
 """Without the native kernels there is no wheel: pip fails with the compiler's message."""
 ARM = "aarch64-linux-gnu-"
 CHECK = "import headrace._native as native; print(native.__file__)"
+SOURCES = "from scikit_build_core.build import build_sdist; import sys; print(build_sdist(sys.argv[1]))"
+LOCKED = ("--require-hashes", "--no-deps", "--requirement")
 
 
 def run(*words: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> None:
@@ -97,27 +107,100 @@ def build(inside: Path, folder: Path, time: str, more: dict[str, str]) -> Path:
     return wheel
 
 
+def archive(tree: Path, inside: Path, time: str) -> str:
+    """Put the source archive of a copy of the files into dist; returns its name."""
+    env = os.environ | {"SOURCE_DATE_EPOCH": time, "PATH": f"{inside.parent}{os.pathsep}{os.environ['PATH']}"}
+    words = [inside, "-c", SOURCES, DIST]
+    return subprocess.run(words, cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1]
+
+
+def report(covered: dict[str, str], trials: dict[str, str], machine: str, everything: bool) -> tuple[list[str], bool]:
+    """A line for each CPython, and whether there is a wheel for all of them that should have one.
+
+    Args:
+        covered: the wheel that each CPython installs, or nothing.
+        trials: what the wheel did with each CPython that it was tried with.
+        machine: the machine that the wheels are for.
+        everything: whether a CPython without a wheel is a fault.
+    """
+    lines = []
+    for series, wheel in covered.items():
+        if not wheel and everything:
+            lines.append(f"CPython {series} on {machine}: NO WHEEL: no interpreter that could build it is at hand")
+        elif wheel and series in trials:
+            lines.append(f"{trials[series]} ({wheel})")
+        elif wheel:
+            reason = "built for another machine" if machine != platform.machine() else "it is not at hand"
+            lines.append(
+                f"CPython {series} on {machine}: NOT TRIED, {reason if everything else 'not asked for'} ({wheel})"
+            )
+    return lines, not everything or all(covered.values())
+
+
+def trial(python: str, wheel: Path, folder: Path) -> str:
+    """Install the wheel in a fresh environment of `python`, with the packages of requirements.lock, and run it.
+
+    Returns a sentence of what it printed. Raises `SystemExit` where it does not compute a token.
+    """
+    fresh = environment(python, folder / "fresh", *LOCKED, "requirements.lock")
+    run(fresh, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+    run(fresh, "-I", "-c", CHECK, cwd=folder)
+    # An empty home: the built-in model is unpacked from this wheel.
+    home = folder / "home"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HOME": str(home)}
+    words = (("--version",), ("generate", "builtin", "--prompt", "Once upon a time", "--max-tokens", "1", "--json"))
+    version, answer = (
+        subprocess.run(
+            [fresh.parent / "headrace", *each], cwd=folder, env=env, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for each in words
+    )
+    num_tokens = json.loads(answer)["usage"]["completion_tokens"]
+    if num_tokens != 1:
+        raise SystemExit(f"{wheel.name}: {num_tokens} tokens instead of 1: {answer}")
+    return f"{version.strip()}, 1 token of the built-in model"
+
+
+def chosen(names: list[str], everything: bool) -> tuple[list[Interpreter], list[Interpreter]]:
+    """The interpreters to build with, and those to try with. Raises `SystemExit` for a name that is no Python."""
+    named = []
+    for name in names:
+        if (each := interpreter(name, real=False)) is None:
+            raise SystemExit(f"{name} is no Python of 3.11 or newer that can make an environment")
+        named.append(each)
+    if not everything:
+        return named, named
+    by_series = of_each_series([*named, *interpreters()])
+    own, shared = ([each for key, each in by_series.items() if (key == "3.11") == is_own] for is_own in (True, False))
+    return [*own[:1], *shared[:1]], list(by_series.values())
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("python", nargs="*", default=[sys.executable])
+    arguments.add_argument("--all", action="store_true")
     arguments.add_argument("--twice", action="store_true")
     arguments.add_argument("--arm", action="store_true")
     args = arguments.parse_args()
     if args.arm and shutil.which(f"{ARM}g++") is None:
         print("a wheel for AArch64 needs g++-aarch64-linux-gnu: apt install g++-aarch64-linux-gnu", file=sys.stderr)
         return 1
-    locked = ("--require-hashes", "--no-deps", "--requirement", "requirements-build.lock")
+    machine = "aarch64" if args.arm else platform.machine()
+    builders, testers = chosen(args.python, args.all)
     DIST.mkdir(exist_ok=True)
     time = epoch()
-    built = {}
-    for number, python in enumerate(args.python):
+    built, trials = {}, dict[str, str]()
+    for number, builder in enumerate(builders):
         place = BUILD / str(number)
-        inside = environment(python, place / "tools", *locked)
+        inside = environment(builder.path, place / "tools", *LOCKED, "requirements-build.lock")
         more = cross(inside) if args.arm else {}
-        wheel = build(inside, place / "a", time, more)
+        # One folder for all, so that a compiler cache of the environment has the kernels of the one before.
+        wheel = build(inside, BUILD / "a", time, more)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if args.twice:
-            other = build(inside, place / "another-folder", time, more)
+            other = build(inside, BUILD / "another-folder", time, more)
             if other.name != wheel.name or other.read_bytes() != wheel.read_bytes():
                 print(f"{wheel} and {other} differ", file=sys.stderr)
                 return 1
@@ -125,16 +208,23 @@ def main() -> int:
         if args.arm:
             check_machine(wheel, place / "unpacked")
         else:
-            fresh = environment(python, place / "fresh")
-            run(fresh, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
-            run(fresh, "-I", "-c", CHECK, cwd=place)
+            for each in testers if args.all else [builder]:
+                if installs(wheel.name, each.series, machine):
+                    trials[each.series] = f"CPython {each.version}: {trial(each.path, wheel, place / each.series)}"
         shutil.copyfile(wheel, DIST / wheel.name)
         built[wheel.name] = digest, inside
-        print(f"{digest}  dist/{wheel.name}")
+        print(f"{digest}  dist/{wheel.name}", flush=True)
+    if args.all and not args.arm:
+        name = archive(BUILD / "a" / "source", inside, time)
+        built[name] = hashlib.sha256((DIST / name).read_bytes()).hexdigest(), inside
+        print(f"{built[name][0]}  dist/{name}", flush=True)
     name, prefix = ("headrace.aarch64", ARM) if args.arm else ("headrace", "")
     text = statement(built, sources(), time, prefix)
     (DIST / f"{name}.provenance.json").write_text(text + "\n", encoding="utf-8")
-    return 0
+    covered = cover([name for name in built if name.endswith(".whl")], machine)
+    lines, is_complete = report(covered, trials, machine, args.all)
+    print("\n".join(lines))
+    return 0 if is_complete else 1
 
 
 if __name__ == "__main__":

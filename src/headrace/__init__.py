@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    # CMakeLists.txt and pyproject.toml say the same to those who install.
+    _SENTENCE = (
+        "headrace runs on Linux only (x86-64 or AArch64) and has no wheel for this system: use Docker, or WSL 2 on "
+        f"Windows (docs/howto-deploy.md). This Python's platform is {sys.platform}."
+    )
+    # The command ends with the sentence alone, `python -m headrace` too. A program that imports headrace gets an error
+    # that it can catch.
+    if sys.argv and os.path.basename(sys.argv[0]).startswith(("headrace", "-m")):
+        sys.exit(_SENTENCE)
+    raise ImportError(_SENTENCE)
 
 from headrace import env
 

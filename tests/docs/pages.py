@@ -29,10 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     DOCS / "gpu.md",
     DOCS / "textbook.md",
     *sorted(DOCS.glob("howto-*.md")),
-    *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "train-builtin")),
+    *(DOCS / "maintainers" / f"{name}.md" for name in ("compare", "drafter-layouts", "release", "train-builtin")),
 )
 SHELLS = ("bash", "sh", "console")
 AGENTS = ("cn", "open-webui")

@@ -16,6 +16,8 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 
 README = (rules.ROOT / "README.md").read_text(encoding="utf-8")
 MAX_README_WORDS = 900
+# Each is a thing to make, not a variant of another: variants are words of ARGS. A new one takes the place of an old one.
+MAX_TARGETS = 35
 MAKEFILE = (rules.ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -87,7 +89,7 @@ def test_makefile_targets_tell_what_they_do() -> None:
     assert phony
     for target in phony.group(1).split():
         assert re.search(rf"^{target}:.*## .+", MAKEFILE, re.M), target
-    assert len(phony.group(1).split()) <= 33
+    assert len(phony.group(1).split()) <= MAX_TARGETS
 
 
 def wheel_steps(program: str) -> list[str]:
@@ -116,7 +118,8 @@ def dead_links(text: str, folder: Path) -> list[str]:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    pages = [rules.ROOT / "README.md", rules.ROOT / "AGENTS.md", *(rules.ROOT / "docs").rglob("*.md")]
+    pages = [*rules.ROOT.glob("*.md"), *(rules.ROOT / "docs").rglob("*.md")]
+    assert {"README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in pages}
     broken = [f"{page.name}: {dead}" for page in pages for dead in dead_links(page.read_text(), page.parent)]
     assert not broken
     assert dead_links("see [this](docs/nothing.md#part) and [that](Makefile)", rules.ROOT) == ["docs/nothing.md"]
