@@ -158,8 +158,8 @@ class Graph:
 
     def add(self, x: Value, y: Value) -> Value:
         """Return x + y. If the last node made y, nothing has read y, and the node can add a residual, it adds x."""
-        node = y.node
-        if node is not None and self._adds_residual(y, node) and x.buffer is not y.buffer and x.item_bytes == y.item_bytes:
+        node, is_apart = y.node, x.buffer is not y.buffer and x.item_bytes == y.item_bytes
+        if node is not None and is_apart and self._adds_residual(y, node):
             x.num_uses += 1
             x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
             node.fields |= {"residual": x.at, "ld_res": x.ld}
