@@ -16,7 +16,7 @@ from headrace.protocol.config import EngineConfig, ServerConfig
 
 README = (rules.ROOT / "README.md").read_text(encoding="utf-8")
 MAX_README_WORDS = 900
-# Each is a thing to make, no variant of another: variants are words of ARGS. A new one takes the place of an old one.
+# Each is a thing to make, not a variant of another: variants are words of ARGS. A new one takes the place of an old.
 MAX_TARGETS = 35
 MAKEFILE = (rules.ROOT / "Makefile").read_text(encoding="utf-8")
 
