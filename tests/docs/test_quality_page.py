@@ -13,7 +13,7 @@ from tests.laws import rules
 from bench import formats, quality
 from headrace.quantize.base import method_names
 
-ROW_OF = {"fp8": "fp8 E4M3", "fp8_e5m2": "fp8 E5M2", "llm_int8": "LLM.int8()"}
+ROW_OF = {"fp8": "fp8 E4M3", "fp8_e5m2": "fp8 E5M2", "llm_int8": "LLM.int8()", "qat": "fine-tuned"}
 KEPT = sorted(path.stem.removeprefix("quality-") for path in quality.RESULTS.glob("quality-*.json"))
 
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.plan import configs
 from tests.support.commands import run_command
+from tests.support.shallow import NUM_LAYERS, shallow
 
 from headrace import models
+from headrace.engine.build import build_engine
 from headrace.plan import hardware, words
 from headrace.plan.counting import count
 from headrace.plan.forms import Forms
 from headrace.plan.planner import Planner, Subject, read
 from headrace.plan.plans import Workload
 from headrace.plan.steps import Roofline
-from headrace.protocol.config import QUANTIZATIONS
+from headrace.protocol.config import QUANTIZATIONS, EngineConfig
 
 
 def planner(config: dict[str, Any], machine: str = "h100", **fields: Any) -> Planner:
@@ -144,6 +147,24 @@ def test_a_plan_says_how_its_form_is_served(config: Any, quantization: str | Non
     assert how in line
     # What a plan calls a flag of the server is one, and the others are none.
     assert (quantization in QUANTIZATIONS) == (kind == "at load" and quantization != "none")
+
+
+@pytest.mark.parametrize(("form", "bits", "symmetric"), [("int3", 3, True), ("int2", 2, False)])
+def test_the_bytes_of_a_planned_checkpoint_are_those_that_an_engine_loads(
+    form: str, bits: int, symmetric: bool, tmp_path: Path
+) -> None:
+    from headrace.quantize.base import Options
+    from headrace.quantize.driver import quantise_checkpoint
+
+    options = Options(method="rtn", bits=bits, symmetric=symmetric, follows_widths=True)
+    quantise_checkpoint(Path(shallow()), tmp_path / "out", options, "compressed-tensors")
+    counts = Planner(read(shallow()), hardware.find("l4"), Workload(quantization=form)).counts
+    norms = 2 * (2 * NUM_LAYERS + 1) * 256  # an engine counts matrices
+    with closing(build_engine(EngineConfig(model=str(tmp_path / "out")))) as core:
+        assert counts.weight_bytes - norms == core.info.weight_bytes
+    # The control: the next form is another size.
+    other = Planner(read(shallow()), hardware.find("l4"), Workload(quantization="int4-g128")).counts
+    assert other.weight_bytes != counts.weight_bytes
 
 
 def test_forms_that_no_server_makes_are_not_suggested() -> None:

@@ -31,9 +31,9 @@ TEXT = [torch.randint(0, 64, (64,), generator=torch.Generator().manual_seed(seed
 
 @pytest.fixture(autouse=True)
 def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of four rows of 32 tokens, which take milliseconds."""
+    """Steps of sixteen rows of 32 tokens, which take milliseconds."""
     monkeypatch.setattr(training, "LENGTH", 32)
-    monkeypatch.setattr(training, "STEP_TOKENS", 128)
+    monkeypatch.setattr(training, "STEP_TOKENS", 512)
 
 
 @pytest.fixture
