@@ -61,15 +61,20 @@ def run(core: EngineCore, digests: list[str], args: argparse.Namespace, seed: in
     begin = time.perf_counter()
     while core.has_work():
         core.step()
-    return len(digests) * (args.prompt_len + args.output_len) / (time.perf_counter() - begin)
+    num_tokens: int = len(digests) * (args.prompt_len + args.output_len)
+    return num_tokens / (time.perf_counter() - begin)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    config = {"model": model_of(args), "quantization": args.quantization, "enable_prefix_caching": False}
+    config: dict[str, Any] = {
+        "model": model_of(args),
+        "quantization": args.quantization,
+        "enable_prefix_caching": False,
+    }
     config |= {"max_num_seqs": args.streams, "max_model_len": args.prompt_len + args.output_len + 16}
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
-        base = stack.enter_context(closing(build_engine(EngineConfig(**config))))  # type: ignore[arg-type]
-        adapted = EngineConfig(enable_lora=True, max_loras=args.adapters, max_lora_rank=args.rank, **config)  # type: ignore[arg-type]
+        base = stack.enter_context(closing(build_engine(EngineConfig(**config))))
+        adapted = EngineConfig(enable_lora=True, max_loras=args.adapters, max_lora_rank=args.rank, **config)
         core = stack.enter_context(closing(build_engine(adapted)))
         paths = [write_adapter(Path(folder) / str(i), core, args.rank, i) for i in range(args.adapters)]
         digests: list[str] = []
