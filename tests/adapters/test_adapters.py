@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.formats.gguf.models import convert
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import llama_tensors, write_llama
 
@@ -269,3 +270,12 @@ def test_peft_s_own_files_are_read(tmp_path: Path) -> None:
     [expected] = answers(engine(tmp_path / "merged", "cpu"), [None])
     assert got[0] == expected[0]
     np.testing.assert_allclose(got[1], expected[1], atol=1e-4)
+
+
+def test_the_base_may_be_a_gguf_file(base: Path, paths: list[Path], tmp_path: Path) -> None:
+    """Whose rows of q and k are stored in another order than PEFT's."""
+    file = convert(base, tmp_path / "base.gguf")
+    for path in paths:
+        [ours], [theirs] = (answers(engine(each, "cpu", enable_lora=True), [path]) for each in (file, base))
+        assert ours[0] == theirs[0]
+        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)
