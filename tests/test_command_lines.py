@@ -101,7 +101,7 @@ LLAMA_SERVER = r"""
 ! --override-kv: not supported here; tokenizer.ggml.pre
   -m model.gguf --override-kv tokenizer.ggml.pre=str:llama3
 ~ -m model.gguf --slots --slot-save-path /tmp/slots --props --cors-origins '*' --tags a,b
-! --lora: not supported here; merge the adapter
+! --lora: not supported here; give a folder in PEFT
   -m model.gguf --lora adapter.gguf
 ! -mu: not supported here; fetch the file
   -mu https://example.com/model.gguf
@@ -180,8 +180,8 @@ VLLM = r"""
   MODEL --data-parallel-size 16 --data-parallel-size-local 8
 ! --kv-transfer-config: not supported here; one
   MODEL --kv-transfer-config '{"kv_connector":"NixlConnector"}'
-! --enable-lora: not supported here; merge the adapter
-  MODEL --enable-lora --lora-modules a=b
+= MODEL --enable-lora --lora-modules a=b c=d --max-lora-rank 32
+~ MODEL --enable-lora --max-cpu-loras 4 --fully-sharded-loras
 ! --omni: not supported here; models read text only
   MODEL --omni
 ~ MODEL --task embed --enable-sleep-mode --root-path /llm

@@ -97,9 +97,13 @@ def test_embed_encode_and_score(llm: LLM) -> None:
 
 @pytest.mark.parametrize("method", ["generate", "chat"])
 def test_adapters_are_refused_by_name(llm: LLM, method: str) -> None:
+    """By an engine that takes none, and where they are none."""
     call: Any = getattr(llm, method)
-    with pytest.raises(RequestError, match="lora_request: not supported here; merge the adapter"):
-        call("a", lora_request="adapter")
+    prompt: Any = "a" if method == "generate" else [{"role": "user", "content": "a"}]
+    with pytest.raises(RequestError, match="lora_request: 'adapter' is not allowed; it must be a LoRARequest"):
+        call(prompt, lora_request="adapter")
+    with pytest.raises(RequestError, match="enable_lora"):
+        call(prompt, lora_request=headrace.LoRARequest("a", 1, "/nowhere"))
 
 
 def test_every_public_name_is_there() -> None:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 # Shorter names of the files below.
 FILES = {
+    "adapters": "tests/adapters/test_adapters.py",
+    "served adapters": "tests/adapters/test_served.py",
     "sampler": "tests/sampling/test_sampler.py",
     "filters": "tests/sampling/test_filters.py",
     "choosers": "tests/sampling/test_choosers.py",
@@ -314,9 +316,19 @@ APIS = (
         ),
     ),
     Row(
+        "adapters (LoRA)",
+        "yes",
+        "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's files, not llama-server's GGUF ones",
+        (
+            "adapters:test_an_adapter_gives_what_merged_weights_give",
+            "adapters:test_no_request_sees_the_adapters_of_others",
+            "served adapters:test_every_door_has_the_adapter",
+        ),
+    ),
+    Row(
         "llama-server: adapters, POST /props",
         "no",
-        "no adapters and no settings",
+        "`/lora-adapters` has none, for an adapter is a model of its own; no settings",
         ("llama:test_llama_what_is_not_done_is_told", "llama:test_llama_props_takes_no_settings"),
     ),
     Row(

@@ -71,7 +71,7 @@ def test_reset_prefix_cache_forgets_what_was_cached(live: Live) -> None:
     assert cached() == 0
 
 
-@pytest.mark.parametrize("path", ["/classify", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@pytest.mark.parametrize("path", ["/classify"])
 def test_what_is_not_served_has_its_reason(live: Live, path: str) -> None:
     reply = live.post(path, {"input": "x"})
     assert reply.status_code == 501
