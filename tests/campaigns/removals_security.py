@@ -192,8 +192,8 @@ SECURITY = [
     Removal(
         "S-23",
         SRC + "core/prefix.py",
-        'return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"), self._fingerprint)',
-        'return digest(self._key, b"root", salt.encode("utf-8", "surrogatepass"))',
+        'parts = salt.encode("utf-8", "surrogatepass"), fingerprint',
+        'parts = (salt.encode("utf-8", "surrogatepass"),)',
         "core/test_prefix_cache.py::test_S_23_every_part_of_the_key_changes_it",
     ),
     Removal(

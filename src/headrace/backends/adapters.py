@@ -7,6 +7,7 @@ Called by backends' ops, and by `engine.library`, which fills it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +49,7 @@ class Place(NamedTuple):
     order: NDArray[np.int64] | None
 
 
-class Adapters:
+class Adapters(ABC):
     """The places of a model's adapters, and who is in which slot. A subclass keeps the weights.
 
     Args:
@@ -80,12 +81,13 @@ class Adapters:
             place = self.places[name]
             self._put(slot, place, LayerAdapter(a, b if place.order is None else b[place.order], scale))
 
+    @abstractmethod
     def clear(self, slot: int) -> None:
         """Free a slot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
-        raise NotImplementedError
+        """Keep the adapter of one layer in a slot."""
 
     def _check(self, name: str, layer: LayerAdapter) -> None:
         place, rank = self.places.get(name), len(layer.a)

@@ -16,6 +16,7 @@ from tests.support.remote import child, front, listening, until
 from headrace.engine.links import InprocLink, OnLost, OnMessage
 from headrace.fleet.engines.client import Fleet
 from headrace.fleet.remote import facts, wire
+from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.step import EngineInfo
@@ -37,6 +38,10 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("kinds and more_blocks", ((CacheKind(), CacheKind(window=8)), (-1,))),
     ("scheduling_policy", "mine"),
     ("model", "m" * 10_000),
+    ("adapters", {str(i): LoadedAdapter("d", 1, 1) for i in range(2000)}),
+    ("adapters", {"a": LoadedAdapter("d" * 5000, 1, 1)}),
+    ("adapters", {"a": LoadedAdapter("d", 0, 1)}),
+    ("adapters", {"a": LoadedAdapter("d", 1, 2**40)}),
 ]
 
 
@@ -64,6 +69,7 @@ def test_S_42_seconds_that_no_load_takes_are_refused(value: float) -> None:
 def test_the_numbers_of_engines_are_within_the_bounds() -> None:
     facts.check(LOADED)
     facts.check(changed("kinds and more_blocks", ((CacheKind(), CacheKind(window=8), CacheKind(is_state=True)), (5,))))
+    facts.check(changed("adapters", {"a": LoadedAdapter("d" * 64, 16, 7)}))
 
 
 def test_every_number_of_an_engine_has_a_bound() -> None:
@@ -75,7 +81,7 @@ def test_every_number_of_an_engine_has_a_bound() -> None:
         kinds[name].add(field.name) if name in kinds else rest.add(field.name)
     assert kinds["int"] == set(facts.BOUNDS)
     assert kinds["str"] == {*facts.TEXTS, "scheduling_policy"}
-    assert rest == {"eos_token_ids", "kinds", "more_blocks"}
+    assert rest == {"eos_token_ids", "kinds", "more_blocks", "adapters"}
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["", "control"])

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.fleet.remote.wire import Loaded
+from headrace.protocol.config import MAX_LORA_RANK, MAX_LORAS
 from headrace.protocol.kinds import POLICIES
 from headrace.protocol.step import EngineInfo
 from headrace.secure.handshake import HandshakeError
@@ -55,6 +56,9 @@ def check(loaded: Loaded) -> None:
     for field, text in [*texts, ("weights", loaded.weights)]:
         if len(text) > MAX_LETTERS:
             raise _refusal(field, text[:20] + "...", f"of at most {MAX_LETTERS} letters")
+    for name, adapter in info.adapters.items():
+        if max(map(len, (name, adapter.digest, adapter.base))) > MAX_LETTERS:
+            raise _refusal("info.adapters", name[:20] + "...", f"of at most {MAX_LETTERS} letters")
     if info.scheduling_policy not in POLICIES:
         raise _refusal("info.scheduling_policy", info.scheduling_policy[:80], f"one of {', '.join(POLICIES)}")
 
@@ -63,6 +67,10 @@ def _more(info: EngineInfo) -> Iterator[tuple[str, float, Range]]:
     """Yield the numbers of `info` that are in lists."""
     yield "the length of info.eos_token_ids", len(info.eos_token_ids), Range(0, 1024)
     yield from (("info.eos_token_ids", each, Range(0, info.vocab_size - 1)) for each in info.eos_token_ids)
+    yield "the length of info.adapters", len(info.adapters), Range(0, MAX_LORAS)
+    for adapter in info.adapters.values():
+        yield "info.adapters.rank", adapter.rank, Range(1, MAX_LORA_RANK)
+        yield "info.adapters.num_layers", adapter.num_layers, Range(1, 2**20)
     yield "the length of info.kinds", len(info.kinds), Range(1, MAX_KINDS)
     yield from (("info.kinds.window", kind.window, Range(0, 2**30)) for kind in info.kinds)
     yield "the length of info.more_blocks", len(info.more_blocks), Range(0, len(info.kinds) - 1)
