@@ -40,6 +40,7 @@ class GatedLink:
 
     def __init__(self, build: Callable[[], EngineCore], gate: asyncio.Event) -> None:
         self.black_box: BlackBox | None = None
+        self.adapters: dict[str, str] = {}
         self.gate = gate
         self._build = build
         self._inner: InprocLink | None = None

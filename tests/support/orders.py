@@ -35,6 +35,8 @@ BODIES: dict[str, Any] = {
     "POST /inspect/hold": {},
     "POST /inspect/plan": {"config": LLAMA, "hardware": "h100"},
     "POST /v1/completions": COMPLETION,
+    "POST /v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
+    "POST /v1/unload_lora_adapter": {"lora_name": "a"},
 }
 """Of the calls that have one."""
 PATHS = {"/api/blobs/{digest}": BLOB, "/v1/models/{name}": "/v1/models/fake"}

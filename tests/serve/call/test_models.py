@@ -45,7 +45,7 @@ class Model:
 
     def __init__(self, name: str, log: list[str], memory: int = 100) -> None:
         self.name, self.log, self.bytes = name, log, memory
-        self.served: Any = SimpleNamespace(name=name, names=(name,), keep_alive=None, stays_loaded=False)
+        self.served: Any = SimpleNamespace(name=name, names=(name,), adapters={}, keep_alive=None, stays_loaded=False)
         dead = asyncio.Event()
         self.client: Any = SimpleNamespace(num_unfinished=0, num_waiting=0, dead=dead, is_alive=True)
 

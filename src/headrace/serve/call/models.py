@@ -174,9 +174,14 @@ class ModelSet:
         files = [] if self.files is None else self.files.names()
         return [*names, *(name for name in files if name not in names)]
 
+    def _is_default(self, name: str) -> bool:
+        """Whether a true name is the default model's, or that of one of its adapters."""
+        served = None if self.default is None else self.default.served
+        return served is not None and (name in served.names or name in served.adapters)
+
     def running_as(self, name: str) -> Running | None:
         """Return the model with this true name if it is loaded."""
-        if self.default is not None and self.default.served.true_name(name) == name:
+        if self._is_default(name):
             return self.default
         entry = self._entries.get(name)
         return None if entry is None else entry.running
@@ -280,7 +285,7 @@ class ModelSet:
             # One model: its name is checked with the request's other fields.
             return self._default_entry
         name = self.true_name(name if isinstance(name, str) else None, is_request=True)
-        if self.default is not None and self.default.served.true_name(name) == name:
+        if self._is_default(name):
             return self._default_entry
         return self._entries.setdefault(name, ModelEntry(name))
 
