@@ -322,7 +322,7 @@ def test_keywords_of_vllms_LLM(caplog: pytest.LogCaptureFixture) -> None:
     ]
     for name, value, words in (
         ("nnodes", 2, "it must be 1: ranks of other hosts come by themselves"),
-        ("enable_lora", True, "enable_lora: not supported here; merge"),
+        ("default_mm_loras", {"image": "a"}, "default_mm_loras: not supported here; models read text only"),
         ("max_modle_len", 5, "it must be a field of EngineConfig"),
     ):
         with pytest.raises(RequestError, match=words):
