@@ -9,6 +9,8 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 
+MAX_LORAS, MAX_LORA_RANK = 1024, 512
+
 
 class NamedAdapter(msgspec.Struct, frozen=True):
     """One of vLLM's --lora-modules as JSON."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.protocol.adapters import named_paths
+from headrace.protocol.adapters import MAX_LORA_RANK, MAX_LORAS, named_paths
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import POLICIES, ROUTERS
@@ -25,7 +25,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dot", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
-MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_REPLICAS = 64
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""

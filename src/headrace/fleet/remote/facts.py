@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from headrace.fleet.remote.wire import Loaded
-from headrace.protocol.config import MAX_LORA_RANK, MAX_LORAS
+from headrace.protocol.adapters import MAX_LORA_RANK, MAX_LORAS
 from headrace.protocol.kinds import POLICIES
 from headrace.protocol.step import EngineInfo
 from headrace.secure.handshake import HandshakeError
