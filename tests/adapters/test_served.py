@@ -77,6 +77,17 @@ def test_adapters_come_and_go_and_outlive_the_engine(server: Served, paths: list
     assert change(server, "unload", lora_name="second").status_code == 404
 
 
+def test_an_adapter_that_was_unloaded_stays_so(paths: list[Path]) -> None:
+    """Also one of the command line, whose slot another takes after a restart of the engine."""
+    with serve("builtin", "--enable-lora", "--lora-modules", f"a={paths[0]}", "--max-loras", "1") as served:
+        assert change(served, "unload", lora_name="a").status_code == 200
+        before = text(served, "builtin")
+        served.engine().send_signal(signal.SIGKILL)
+        assert text(served, "builtin") == before
+        assert change(served, "load", lora_name="b", lora_path=str(paths[1])).status_code == 200
+        assert text(served, "b") != before
+
+
 def test_what_is_no_adapter_is_refused_and_harms_nobody(server: Served, tmp_path: Path) -> None:
     before = text(server, "first")
     (tmp_path / "adapter_config.json").write_text("[" * 10**5)

@@ -198,9 +198,10 @@ class EngineClient:
             if adapter is None or (loaded is not None and adapter.digest != loaded.digest):
                 raise RequestError("lora_path", path, "the same files for all engines")
             loaded = adapter
-            replica.link.adapters[name] = path
         if loaded is None:
             raise EngineDeadError("there is no engine")
+        for replica in self.replicas:
+            replica.link.adapters[name] = path
         return loaded
 
     async def unload_adapter(self, name: str, digest: str) -> None:

@@ -72,7 +72,7 @@ class Link(Protocol):
     black_box: BlackBox | None
     """The record of the engine, alive or dead; None for an engine in this process."""
     adapters: dict[str, str]
-    """Paths of adapters by name, which were loaded since the start, and are loaded again at a restart."""
+    """Paths of the adapters by name, those of the config first: a restarted engine loads them again."""
     load_seconds: float
     """How long the engine took to load, if it was loaded before `start`; else 0."""
 
@@ -132,7 +132,7 @@ class ProcessLink:
         self.black_box: BlackBox | None = None
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._config = config
-        self.adapters = dict[str, str]()
+        self.adapters = named_paths(config.lora_modules or ())
         self._command = command
         self._logs_stderr = logs_stderr
         self._log_level = log_level
@@ -175,9 +175,9 @@ class ProcessLink:
         read_small(self._writer.transport)
         form = "json" if self._logs_stderr else "text"
         config = self._config
-        if self.adapters:
-            paths = named_paths(config.lora_modules or ()) | self.adapters
-            config = msgspec.structs.replace(config, lora_modules=[f"{name}={path}" for name, path in paths.items()])
+        if config.enable_lora:
+            modules = [f"{name}={path}" for name, path in self.adapters.items()]
+            config = msgspec.structs.replace(config, lora_modules=modules or None)
         start = frames.Start(config, box.fds, self._is_restart, form, self._log_level, self._cpus)
         self._writer.write(frames.encode(start))
         messages = _messages(reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.adapters import Adapters, LayerAdapter, Place
+from headrace.backends.tiles import rows_of_slots
 from headrace.backends.torch_ref.rowwise import padded, products
 from headrace.backends.torch_ref.tensors import tensor
 
@@ -27,13 +29,9 @@ class RefAdapters(Adapters):
 
     def follow(self, chunks: Chunks) -> None:
         """Take the rows of a step."""
-        of_slot: dict[int, list[int]] = {}
-        row = 0
-        for token_ids, slot in zip(chunks.token_ids, chunks.adapters, strict=False):
-            if slot >= 0:
-                of_slot.setdefault(slot, []).extend(range(row, row + len(token_ids)))
-            row += len(token_ids)
-        self.rows = {slot: torch.tensor(rows, device=self.device) for slot, rows in of_slot.items()}
+        begins = [0, *itertools.accumulate(map(len, chunks.token_ids))]
+        of_slots = rows_of_slots(chunks.adapters, begins)
+        self.rows = {slot: torch.tensor(rows, device=self.device) for slot, rows in of_slots.items()}
 
     def clear(self, slot: int) -> None:
         for of_matrix in self._layers.values():

@@ -88,7 +88,7 @@ class LocalFleet(Fleet):
     def link(self, config: EngineConfig, old: Replica) -> Link:
         """See `Starter`: the new engine has the processors of the old one."""
         link = self._link(config, self._cpus[old.index])
-        link.adapters.update(old.link.adapters)
+        link.adapters = dict(old.link.adapters)
         return link
 
     def took(self, new: Replica, config: EngineConfig, old: Replica) -> None:
