@@ -7,7 +7,7 @@
 namespace HR_NS {
 namespace {
 
-constexpr int64_t TILE_ROWS = 4, RANKS = 8, COLUMNS = 256;
+constexpr int64_t RANKS = 8, COLUMNS = 256; /* of a piece of work */
 
 struct Part {
     const void *a, *b;
@@ -33,7 +33,7 @@ HR_INLINE Tile tile_of(const Args* a, int64_t t) {
     return {a->list + tile[0], tile[1], (const Part*)a->table + tile[2] * a->parts};
 }
 
-/* f(tile, part, block) for each block of `size` of a part's `width(part)` numbers; one block's tiles follow each other. */
+/* f(tile, part, block) for each of a part's blocks; the tiles of one block follow each other. */
 template <class Args, class F>
 HR_INLINE void each_block(const Args* a, HrTask* task, int64_t blocks, F f) {
     if (task->dims[a->dim] <= 0) return;
