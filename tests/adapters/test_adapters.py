@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.formats.gguf.models import convert
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import llama_tensors, write_llama
+from tests.support.packing import tiny
 
 from headrace import LLM, LoRARequest, SamplingParams
 from headrace.backends.cpu.check.verify import verify
@@ -279,3 +281,20 @@ def test_the_base_may_be_a_gguf_file(base: Path, paths: list[Path], tmp_path: Pa
         [ours], [theirs] = (answers(engine(each, "cpu", enable_lora=True), [path]) for each in (file, base))
         assert ours[0] == theirs[0]
         np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "gpt_oss", "deepseek_v3", "qwen3_5_text"])
+def test_layers_of_other_families_are_found_by_name(model_type: str, tmp_path: Path) -> None:
+    """Fused ones, ones whose outputs are reordered, latent attention with shared experts, layers with a state."""
+    whole = load_file(tiny(tmp_path / "base", model_type) / "model.safetensors")
+    llm = engine(tmp_path / "base", "cpu", enable_lora=True)
+    places = cast(TapedProgram, cast(Runner, llm.core.executor).program).model.ops.adapters.places
+    layers = {f"{name}.weight": whole[f"{name}.weight"] for name in places}
+    path = write_adapter(tmp_path / "adapter", layers, rank=3, alpha=3, spread=0.1, targets=("",))
+    shutil.copytree(tmp_path / "base", tmp_path / "merged")
+    weights = {name: tensor.float() for name, tensor in whole.items()}
+    save_file(merged(weights, path, 1.0), tmp_path / "merged" / "model.safetensors")
+    [got], [expected] = answers(llm, [path]), answers(engine(tmp_path / "merged", "cpu"), [None])
+    assert got[0] == expected[0]
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-4)
+    assert answers(llm, [None]) != [expected]
