@@ -104,6 +104,12 @@ def free(lists: Sequence[list[Any]]) -> None:
     lock throughout; so call this on a worker thread, with lists that nothing else reads."""
     for each in lists:
         while each:
+            top = getattr(each[-1], "top", None)
+            if isinstance(top, list):  # a row that came in parts, which may have a million alternatives
+                while top:
+                    del top[-FREED:]
+                each.pop()
+                continue
             del each[-max(1, FREED // (1 + width(each) // WIDE)) :]
 
 
@@ -114,7 +120,7 @@ def width(rows: Sequence[Any]) -> int:
     if isinstance(last, msgspec.Raw):
         return len(last) // ROW_BYTES
     each = getattr(last, "top", None) or getattr(last, "top_logprobs", None) or last
-    return len(each) if isinstance(each, tuple | dict) else 0
+    return len(each) if isinstance(each, tuple | list | dict) else 0
 
 
 def with_salt(params: SamplingParams, cache_salt: str) -> SamplingParams:

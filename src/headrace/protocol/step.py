@@ -60,7 +60,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of one token under the raw logits (before temperature, bias and filters), natural log.
 
-    `rank` is 1 for the likeliest. `top` holds (token id, logprob) pairs of the likeliest, best first.
+    `rank` is 1 for the likeliest. `top` holds (token id, logprob) pairs of the likeliest, best first; a list where a
+    row came in parts (`engine.parts`).
     """
 
     token_id: int

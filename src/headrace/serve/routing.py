@@ -43,6 +43,8 @@ PIECE = 256
 LEVELS = 8
 """Levels of nested structs and short lists in which long lists are searched for."""
 SENT_BYTES = 2**18
+TURN_EVENTS, TURN_BYTES = 16, 2**15
+"""Events, and their bytes, after which a stream lets other tasks run: one step of 256 answers gives as many events."""
 EVENT_STREAM = "text/event-stream"
 
 # One large body is parsed at a time: its values take up to a hundred megabytes.
@@ -412,10 +414,15 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self._sent_headers})
         heart = asyncio.create_task(self._beat(send)) if self._api.heartbeat else None
         try:
+            num_events = num_bytes = 0
             async with contextlib.aclosing(self._answer.events()) as events:  # type: ignore[type-var]
                 try:
                     async for event in events:
                         await self._send(send, event, more=True)
+                        num_events, num_bytes = num_events + 1, num_bytes + len(event)
+                        if num_events >= TURN_EVENTS or num_bytes >= TURN_BYTES:
+                            num_events = num_bytes = 0
+                            await asyncio.sleep(0)
                 except (TimeoutError, *ENDINGS):
                     raise
                 except BaseException as error:
