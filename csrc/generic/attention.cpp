@@ -433,7 +433,8 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
         const int first_tile = (int)(most(0, keys.first - begin) / 16);
         const int last_tile = (int)((least(HR_SPAN, keys.last - begin) + 15) / 16);
         for (int64_t r = 0; r < piece.rows; r++) {
-            int32_t lo = (int32_t)most(0, low_of(a, start + r) - begin), hi = (int32_t)least(HR_SPAN, start + r + 1 - begin);
+            int32_t lo = (int32_t)most(0, low_of(a, start + r) - begin);
+            int32_t hi = (int32_t)least(HR_SPAN, end_of(a, piece.chunk, start + r) - begin);
             for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
         }
         if (!has_next && begin + 2 * HR_SPAN >= keys.last) {

@@ -15,6 +15,11 @@ inline int64_t low_of(const HrArgs_attention* a, int64_t p) {
     return a->window > 0 ? p - a->window + 1 : a->window < 0 ? p - p % -a->window : 0;
 }
 
+/* The position behind the last that the row at position p of a chunk sees. */
+inline int64_t end_of(const HrArgs_attention* a, int64_t chunk, int64_t p) {
+    return p + 1 + least(a->ahead, a->start[chunk] + a->row_begin[chunk + 1] - a->row_begin[chunk] - (p + 1));
+}
+
 struct Piece {
     int64_t chunk, row, rows, kv_head, head, heads; /* `heads` query heads of the kv head's group, from `head` on */
 };
@@ -26,7 +31,7 @@ struct Share {
 Share share_of(const HrArgs_attention* a, int64_t chunk, int64_t heads) {
     int64_t rows = a->row_begin[chunk + 1] - a->row_begin[chunk], most_rows = most(1, PIECE_COMBOS / heads);
     int64_t tiles = (rows + most_rows - 1) / most_rows, keys = a->start[chunk] + rows;
-    if (a->window) keys = least(keys, (a->window > 0 ? a->window : -a->window) + rows);
+    if (a->window) keys = least(keys, (a->window > 0 ? a->window : -a->window) + least(a->ahead, rows) + rows);
     return {tiles, (64 - __builtin_clzll((uint64_t)most(1, rows / most(1, tiles) * keys))) / 2};
 }
 
@@ -77,7 +82,7 @@ struct Keys {
 Keys keys_of(const HrArgs_attention* a, const Piece& piece) {
     int64_t start = a->start[piece.chunk] + piece.row;
     return {a->blocks + a->table_begin[piece.chunk], piece.kv_head, most(0, low_of(a, start)),
-            start + piece.rows};
+            end_of(a, piece.chunk, start + piece.rows - 1)};
 }
 
 }  // namespace

@@ -161,17 +161,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         use_tqdm: bool = True,
         *,
-        pooling: str = "last",
+        pooling: str | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the vector of each prompt: the hidden state of its last token after the final norm, or the "mean".
+        """Return the vector of each prompt: the hidden state after the final norm of its "last" token, of its first
+        ("cls"), or the "mean". By default the kind that the model's files name, or the last.
 
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
         `RequestError` before any work is done if a prompt cannot be served, `HeadraceError` if one fails on its way.
         """
         info = self.core.info
-        kind = check_form(pooling, dimensions, info.hidden_size)
+        kind = check_form(pooling, dimensions, info)
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
         for prompt in _as_list(prompts):

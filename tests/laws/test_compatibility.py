@@ -31,6 +31,7 @@ def test_every_type_of_a_model_has_a_row() -> None:
         "text of other types",
     }
     assert rows - set(models.names()) == more
+    assert {row.feature for row in compatibility.TABLES["Encoders"]} == set(models.encoder_names())
 
 
 def test_the_readme_counts_the_types() -> None:

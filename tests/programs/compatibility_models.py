@@ -25,6 +25,32 @@ RULES = {
 }
 """Tests of many rows: the word that stands for each in the table, and its meaning."""
 
+ENCODER_TESTS = (
+    "encoders:test_vectors_are_transformers_hidden_states",
+    "served encoders:test_an_encoder_answers_at_every_door_for_vectors",
+)
+ENCODERS = (
+    Row("bert", "partly", f"all-MiniLM, bge, e5, mxbai; {NOT_CUDA}", ENCODER_TESTS),
+    Row("roberta", "partly", f"all-roberta; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("xlm-roberta", "partly", f"multilingual-e5, bge-m3's dense vectors; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("distilbert", "partly", f"multi-qa-distilbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row(
+        "nomic_bert",
+        "partly",
+        f"nomic-embed-text; {NOT_CUDA}",
+        (*ENCODER_TESTS[:1], "encoders:test_the_first_files_of_nomic_bert_have_other_keys"),
+    ),
+    Row("gte", "partly", f"gte-base-en-v1.5 in transformers' layout; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row(
+        "new",
+        "partly",
+        f"the same as its first files have it; {NOT_CUDA}",
+        ("encoders:test_the_first_files_of_gte_have_another_type",),
+    ),
+)
+"""Types whose texts become vectors."""
+
 MODELS = (
     Row("llama", "yes", "Llama 1 to 3.3, SmolLM 1 and 2; GGUF llama", SHOWN_GGUF),
     Row("mistral", "yes", "Mistral 7B; GGUF llama", SHOWN_GGUF),

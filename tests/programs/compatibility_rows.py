@@ -27,6 +27,8 @@ FILES = {
     "openai": "tests/serve/apis/openai/test_openai_client.py",
     "responses": "tests/serve/apis/openai/test_responses.py",
     "embeddings": "tests/serve/apis/openai/test_embeddings.py",
+    "encoders": "tests/models/test_encoders.py",
+    "served encoders": "tests/serve/test_encoders.py",
     "batches": "tests/serve/apis/openai/test_files_batches.py",
     "run-batch": "tests/e2e/test_run_batch.py",
     "anthropic": "tests/serve/apis/anthropic/test_anthropic_client.py",

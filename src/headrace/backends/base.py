@@ -89,7 +89,8 @@ class Scoring(NamedTuple):
     window: the number of visible positions, the row's own included; None for all. chunked: positions are cut into
     chunks of `window`, counted from position 0, and a row sees its own chunk up to its own position. softcap c > 0
     replaces scores s by c * tanh(s / c). sinks [num_heads]: for each head the score of one more key, which all rows see
-    and whose value is 0.
+    and whose value is 0. ahead: the number of visible positions after the row's own, as far as its chunk has them;
+    where it is not 0, a text must be one chunk (`models.Model.both_ways`), of which all rows are read.
     """
 
     scale: float
@@ -97,6 +98,7 @@ class Scoring(NamedTuple):
     chunked: bool = False
     softcap: float = 0.0
     sinks: Array | None = None
+    ahead: int = 0
 
     @property
     def reach(self) -> int:
@@ -227,7 +229,7 @@ class Ops(RecurrentOps, Protocol):
         ...
 
     def attention(self, query: Array, heads: Heads, rows: Rows, cache: Cache, scoring: Scoring) -> Array:
-        """Causal attention of queries over the cached positions of each row's sequence -> [R, num_heads * value size].
+        """Attention of queries over the cached positions of each row's sequence -> [R, num_heads * value size].
 
         Blocks that the first row of `rows`' chunk does not see are not read.
         """

@@ -20,7 +20,7 @@ from headrace.protocol.beam import check_combination
 from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import EngineInfo, Finish, Request
+from headrace.protocol.step import POOLINGS, EngineInfo, Finish, Request
 
 
 def verify_numbers(
@@ -57,8 +57,9 @@ def verify_fit(
     num_prompt, num_resumed = len(request.prompt_token_ids), len(request.resume_token_ids)
     if not num_prompt:
         raise RequestError("prompt", [], "at least one token long")
-    if num_prompt >= max_model_len:
-        bound = f"at most {max_model_len - 1} tokens long"
+    most_prompt = max_model_len - (not request.pooling)
+    if num_prompt > most_prompt:
+        bound = f"at most {most_prompt} tokens long"
         raise ContextLengthError("prompt", num_prompt, bound, max_model_len, num_prompt)
     max_len = max_len_of(request, max_model_len)
     if num_prompt + num_resumed > max_len:
@@ -84,8 +85,10 @@ def verify_model(request: Request, info: EngineInfo) -> None:
     The ranges of the parameters are checked when a `SamplingParams` is made. Raises `RequestError`.
     """
     params = request.params
-    if request.pooling not in ("", "last", "mean"):
-        raise RequestError("pooling", request.pooling, "last or mean")
+    if request.pooling not in ("", *POOLINGS):
+        raise RequestError("pooling", request.pooling, "last, mean or cls")
+    if not request.pooling and not info.generates:
+        raise RequestError("model", info.model, "a model that generates: this one is an encoder, which gives vectors")
     if request.pooling and params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", params.prompt_logprobs, "left out of a request for hidden states")
     fields = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]

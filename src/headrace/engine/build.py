@@ -41,7 +41,7 @@ def build_engine(
     from headrace.engine.library.load import build_runner
 
     runner, info = build_runner(config, vocabulary=vocabulary_source(config), on_lost=on_lost)
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < info.max_model_len:
+    if not config.enable_chunked_prefill and info.max_num_batched_tokens < info.max_model_len:
         bound = f"at least max_model_len ({info.max_model_len}) while enable_chunked_prefill is off"
         raise RequestError("max_num_batched_tokens", config.max_num_batched_tokens, bound)
     scheduler = make_scheduler(config, info, runner.speculator is not None, choose_overlap(config, runner.runs_ahead))
@@ -88,10 +88,11 @@ def make_scheduler(
             more_blocks=info.more_blocks,
             block_size=info.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            enable_chunked_prefill=config.enable_chunked_prefill,
+            # A row of an encoder sees its whole text.
+            enable_prefix_caching=config.enable_prefix_caching and info.generates,
+            enable_chunked_prefill=config.enable_chunked_prefill and info.generates,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.policy,
             eos_token_ids=info.eos_token_ids,

@@ -211,12 +211,15 @@ class EngineClient:
             replica.link.adapters.pop(name, None)
 
     def probe(self, replica: Replica) -> RequestStream:
-        """Request one real token, ahead of the queue. A probe that the last engine has not answered is sent again."""
+        """Request one real token, of an encoder a vector, ahead of the queue. A probe that the last engine has not
+        answered is sent again."""
         for entry in [entry for entry in replica.entries.values() if entry.is_probe]:
             replica.send(entry)
             return entry.stream
         params = SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True, detokenize=False)
         request = Request(request_id=PROBE + new_request_id(), prompt_token_ids=[0], params=params)
+        if not self.info.generates:
+            request = msgspec.structs.replace(request, pooling="cls")
         stream = RequestStream([request], self.abort)
         entry = self._enter(request, stream, 0, time.monotonic(), 0, "")
         self._assign(entry, replica)
@@ -345,7 +348,7 @@ class EngineClient:
             elif num_tokens or (began and entry.shows_no_tokens and len(entry.deaths) < 2):
                 replica.resumption.saw(entry, ended=False)
             entry.stream.push(entry.index, delta)
-            if num_tokens and not replica.is_proven:
+            if (num_tokens or delta.pooled) and not replica.is_proven:
                 # The engine works: send it the requests that waited for that.
                 replica.is_proven = True
                 self._on_proven(replica)

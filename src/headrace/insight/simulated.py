@@ -387,14 +387,17 @@ class SimulatedExecutor:
             ]
 
     def _pool(self, batch: ScheduledBatch, index: int) -> list[float]:
-        """Return eight numbers that depend on the context alone; for "mean" a sum over rows, each added once."""
+        """Return eight numbers that depend on the context alone; for "mean" a sum over rows, each added once; for "cls"
+        those of the first row."""
         kind, before = batch.pooling[index]
         start, stop = batch.starts[index], batch.starts[index] + batch.lens[index]
         if kind == "mean" and bool(before) != bool(start):
             raise InvariantError("I-8", f"sequence {batch.seq_ids[index]} pools from position {start} on, not from 0")
         context = self.read(batch.block_tables[index], stop)
+        if kind == "cls" and before:
+            return before
         total = before or [0.0] * HIDDEN_SIZE
-        for num in range(start + 1, stop + 1) if kind == "mean" else (stop,):
+        for num in range(start + 1, stop + 1) if kind == "mean" else (1,) if kind == "cls" else (stop,):
             digest = blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
             total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
         return total

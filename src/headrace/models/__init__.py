@@ -1,4 +1,4 @@
-"""Finds the model file of a model_type: one file per Hugging Face model_type, with its name.
+"""Finds the model file of a model_type: one file per Hugging Face model_type, with its name; encoders in a folder.
 
 A model file has `TINY`, a config.json small enough for tests, and `Model`, which implements the protocol below. Called
 by `engine.library.load`. How to write one: docs/howto-add-a-model.md.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.backends.base import Array, Cache, LayerShape, Rows
+from headrace.models.config import ModelConfig
 from headrace.models.unread import Rules
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
@@ -24,7 +25,7 @@ NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent",
 
 
 class Model(Protocol):
-    """A decoder. R rows of any sequences are computed together; each attends to the cache of its sequence only.
+    """R rows of any sequences are computed together; each attends to the cache of its sequence only.
 
     Subclasses define the parts; the methods here call them in the order that almost all models have.
     """
@@ -43,8 +44,20 @@ class Model(Protocol):
     layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
     """x [R, H] -> x [R, H] each; layer i owns cache i, where layers that keep nothing are not counted."""
 
+    both_ways: bool = False
+    """Whether rows see later rows: of an encoder. Then a sequence is one chunk, of which all rows are read, and no
+    token is drawn."""
+
+    spare: str = "(?!)"
+    """A regular expression for the names of tensors that the model leaves unread: of heads for other tasks."""
+
     unread: Rules = ()
     """Keys of config.json that the model does not read, and that can change its output."""
+
+    @classmethod
+    def max_positions(cls, config: ModelConfig) -> int:
+        """Return the model's context in tokens. Raises `CheckpointError`."""
+        return config.max_positions()
 
     def enter(self, rows: Rows) -> Array:
         """Rows -> the input of the first layer [R, H]."""
@@ -77,16 +90,30 @@ class Model(Protocol):
 
 
 def names() -> list[str]:
-    """Return every model_type that headrace runs."""
-    modules = (info.name for info in pkgutil.iter_modules(__path__))
+    """Return every model_type of a decoder that headrace runs."""
+    modules = (info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg)
     return sorted(name for name in modules if name not in NOT_MODELS and not name.startswith("_"))
+
+
+def encoder_names() -> list[str]:
+    """Return every model_type of an encoder that headrace runs."""
+    folder = importlib.import_module(f"{__name__}.encoders")
+    names = (info.name for info in pkgutil.iter_modules(folder.__path__))
+    return sorted(SPELLINGS.get(name, name) for name in names if name != "base")
+
+
+SPELLINGS = {"xlm_roberta": "xlm-roberta"}
+"""Types that are not spelt like their files."""
 
 
 def find(model_type: object) -> Any:
     """Return the module of `model_type`. Raises `CheckpointError` naming all model types."""
-    known = names()
+    known, encoders = names(), encoder_names()
+    if model_type in encoders:
+        return importlib.import_module(f"headrace.models.encoders.{str(model_type).replace('-', '_')}")
     if not isinstance(model_type, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", model_type) or model_type not in known:
         raise CheckpointError(
-            f"config.json: model_type {model_type!r:.80} is not supported; supported are {', '.join(known)}"
+            f"config.json: model_type {model_type!r:.80} is not supported; supported are "
+            f"{', '.join([*known, *encoders])}"
         )
     return importlib.import_module(f"headrace.models.{model_type}")

@@ -25,8 +25,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 UNDRAWN = -1
 """In a batch: the token that the step before draws for the sequence, which is not known yet."""
 
-Pooling = Literal["", "last", "mean"]
-"""Which final hidden states of a prompt are returned: none, the last row's, or the sum over all rows."""
+Pooling = Literal["", "last", "mean", "cls"]
+"""Which final hidden states of a prompt are returned: none, the last row's, the sum over all rows, or the first row's.
+"""
+POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -406,7 +408,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
     unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
-    config, by name.
+    config, by name. `generates`: False for an encoder, which gives vectors alone. `pooling`: the kind of vectors that
+    the model's files name, "" for none.
     """
 
     model: str
@@ -432,3 +435,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[CacheKind, ...] = (CacheKind(),)
     more_blocks: tuple[int, ...] = ()
     adapters: dict[str, LoadedAdapter] = {}
+    generates: bool = True
+    pooling: Pooling = ""
+
+    @property
+    def max_prompt_len(self) -> int:
+        """The most tokens of a prompt: a decoder's leaves room for an answer."""
+        return self.max_model_len - self.generates

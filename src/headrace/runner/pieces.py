@@ -106,9 +106,9 @@ def states_of(batch: ScheduledBatch, pieces: list[Piece]) -> tuple[list[int], li
     return reads, writes
 
 
-def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int) -> list[list[Piece]]:
+def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int, whole: bool = False) -> list[list[Piece]]:
     """Cut the step where a program takes no more at once; the cut changes no bits. `groups` are the pieces of one chunk
-    each; a chunk's last row and its draft stay together."""
+    each; a chunk's last row and its draft stay together. `whole`: no chunk is cut."""
     # One list: a generator's turns count in every step.
     pieces = [piece for group in groups for piece in group]
     if sum([len(piece.token_ids) for piece in pieces]) <= max_rows and len(pieces) <= max_pieces:
@@ -117,7 +117,7 @@ def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int) -> 
     room = max_rows
     for group in groups:
         while num_rows(group) > room or len(portions[-1]) + len(group) > max_pieces:
-            loose = min(room, group[0].num_known - 1)
+            loose = 0 if whole else min(room, group[0].num_known - 1)
             if loose and len(portions[-1]) < max_pieces:
                 head, rest = _split(group[0], loose)
                 portions[-1].append(head)

@@ -93,7 +93,8 @@ class Runner:
         if batch.copies or batch.more_copies:
             copy_blocks(self.program, batch)
         groups = self._sound_groups(batch, result)
-        for pieces in make_portions(groups, self.program.max_rows, self.program.max_logits):
+        program = self.program
+        for pieces in make_portions(groups, program.max_rows, program.max_logits, program.model.both_ways):
             # A chunk that failed in an earlier portion is not computed further.
             if result.rows:
                 pieces = [piece for piece in pieces if not result.read(piece.chunk_id).error]
@@ -233,7 +234,7 @@ class Runner:
                 later += range(row, row + num_scored(batch, piece))
             if i in batch.pooling:
                 pooled.append((piece, row))
-                later += range(row, row + size) if batch.pooling[i][0] != "last" else [row + size - 1] * piece.last
+                later += [row + size - 1] * piece.last if batch.pooling[i][0] == "last" else range(row, row + size)
             if record is not None and record.needs_features and batch.params[i].speculation:
                 observed += range(row, row + size)
             if piece.copies:
@@ -363,14 +364,17 @@ class Runner:
         return observations
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
-        """Return the pooled hidden states after a piece that begins at row `row`: the last row's, or the sum of all
-        rows so far, added one by one, so that it is the same however the prompt is cut."""
+        """Return the pooled hidden states after a piece that begins at row `row`: the last or the first row's, or the
+        sum of all rows so far, added one by one, so that it is the same however the prompt is cut."""
         i = piece.chunk_id
         kind, before = batch.pooling[i]
-        if kind == "last":
-            if not piece.last:
-                return []
-            total = self.program.hidden_states([row + len(piece.token_ids) - 1])[0].astype(np.float64)
+        if kind == "last" and not piece.last:
+            return []
+        if kind == "cls" and piece.start:
+            return before
+        if kind != "mean":
+            place = row if kind == "cls" else row + len(piece.token_ids) - 1
+            total = self.program.hidden_states([place])[0].astype(np.float64)
         else:
             total = np.array(result.read(i).pooled or before or 0.0, np.float64)
             most = self.program.max_logits

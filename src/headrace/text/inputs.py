@@ -122,15 +122,16 @@ def prompt_ids(
             for token_id in token_ids:
                 bounds.check("token_id", token_id, "prompt")
     if truncate_prompt_tokens is not None:
-        keep = info.max_model_len - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        keep = info.max_prompt_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if not keep:
             raise RequestError("truncate_prompt_tokens", keep, "at least 1, for no prompt is empty, or -1")
         if keep < len(token_ids):
-            text, token_ids = None, token_ids[-keep:]
+            # An encoder's texts begin and end with tokens of their own.
+            text, token_ids = None, token_ids[-keep:] if info.generates else token_ids[: keep - 1] + token_ids[-1:]
     if not token_ids:
         raise RequestError("prompt", content, "at least one token long")
-    if len(token_ids) >= info.max_model_len:
-        bound = f"at most {info.max_model_len - 1} tokens long"
+    if len(token_ids) > info.max_prompt_len:
+        bound = f"at most {info.max_prompt_len} tokens long"
         raise ContextLengthError("prompt", len(token_ids), bound, info.max_model_len, len(token_ids))
     return text, token_ids
 
@@ -180,7 +181,7 @@ def make_requests(
     bounds.check("priority", priority)
     if priority and info.scheduling_policy != "priority":
         raise RequestError("priority", priority, "0 or left out, unless the engine has --scheduling-policy priority")
-    room = info.max_model_len - len(token_ids)
+    room = max(1, info.max_model_len - len(token_ids))
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     # The end of the context ends the answer even before min_tokens.
     min_tokens = min(params.min_tokens, max_tokens)

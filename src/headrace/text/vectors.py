@@ -15,9 +15,8 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Pooling
+from headrace.protocol.step import POOLINGS, EngineInfo, Pooling
 
-POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
 
 
@@ -70,13 +69,14 @@ def finished(
     return array("f", vector).tolist()
 
 
-def check_form(pooling: str | None, dimensions: int | None, hidden_size: int) -> Pooling:
-    """Return the kind of pooling, "last" by default. Raises `RequestError`."""
-    if pooling not in (None, *POOLINGS):
-        raise RequestError("pooling", pooling, "last or mean")
-    if dimensions is not None and not 1 <= dimensions <= hidden_size:
-        raise RequestError("dimensions", dimensions, f"from 1 to {hidden_size}, the model's own")
-    return "mean" if pooling == "mean" else "last"
+def check_form(pooling: str | None, dimensions: int | None, info: EngineInfo) -> Pooling:
+    """Return the kind of pooling, by default that of the model's files, or "last". Raises `RequestError`."""
+    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
+        raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
+    for kind in POOLINGS:
+        if kind == (pooling or info.pooling or "last"):
+            return kind
+    raise RequestError("pooling", pooling, "last, mean or cls")
 
 
 def packed(vector: Sequence[float]) -> str:

@@ -30,6 +30,7 @@ class Problem:
     lengths: tuple[int, ...] = (150,)
     block_size: int = 16
     window: int = 0
+    ahead: int = 0
     softcap: float = 0.0
     sinks: bool = False
     value_dim: int = 0
@@ -79,6 +80,7 @@ class Problem:
         out = padded(len(x), width)
         values: dict[str, Any] = {"x": x, "ld_x": x.shape[1], "heads": self.heads, "head_dim": self.head_dim}
         values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
+        values["ahead"] = self.ahead
         values["sinks"] = self.sink
         values |= {"row_begin": row_begin, "start": np.array([p for _, p, _ in chunks], np.int32)}
         values |= {"table_begin": table_begin, "blocks": blocks, "out": out, "ld_out": out.shape[1]}
@@ -121,8 +123,9 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     k_least = v_least = None
     if problem.kind == "int4":
         (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(sides, -1, 0) for sides in (k_scale, v_scale))
-    for begin in range((low - origin) // SPAN * SPAN + origin, p + 1, SPAN):
-        keys = np.arange(max(begin, low), min(begin + SPAN, p + 1))
+    end = min(p + 1 + problem.ahead, problem.lengths[i])
+    for begin in range((low - origin) // SPAN * SPAN + origin, end, SPAN):
+        keys = np.arange(max(begin, low), min(begin + SPAN, end))
         s = np.zeros((len(keys), problem.heads), np.float32)
         if problem.kind == "int8_dot":
             amax = np.abs(q).max(1)
@@ -174,6 +177,8 @@ DEFINED = [
     Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), value_dim=29),
     Problem(heads=14, kv_heads=1, head_dim=41, lengths=(140,), value_dim=33, shares=True),
     Problem(heads=2, kv_heads=1, head_dim=40, lengths=(140,), value_dim=32, shares=True, window=20, block_size=24),
+    Problem(heads=3, kv_heads=3, head_dim=20, lengths=(150, 1, 300), ahead=10**6),
+    Problem(heads=4, kv_heads=2, head_dim=24, lengths=(290, 7), ahead=64, window=65, block_size=24),
 ]
 
 
@@ -199,6 +204,19 @@ def test_control_another_order_shows() -> None:
     assert not same(out[149], defined(problem, 0, 149, backwards=True))
 
 
+def test_control_later_positions_show() -> None:
+    for plan in DEFINED[-2:]:
+        assert not same(plan.whole("scalar")[0][0], defined(replace(plan, ahead=plan.ahead and 1), 0, 0))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_text_that_is_seen_whole_has_the_same_bits_alone_and_in_a_batch(isa: str) -> None:
+    problem = replace(DEFINED[-2], lengths=(1, 300, 129, 150))
+    whole = problem.whole(isa)
+    for i, n in enumerate(problem.lengths):
+        assert same(problem.run(isa, [(i, 0, n)], 2)[0], whole[i])
+
+
 @functools.cache
 def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
     """Ragged problems of all sorts, and what scalar makes of them."""
@@ -218,6 +236,7 @@ def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
             lengths=lengths,
             block_size=pick(1, 4, 16, 24, 32, 64),
             window=pick(0, 0, 0, 1, 5, 100, 128, 200, -1, -64, -100),
+            ahead=pick(0, 0, 3, 140, 2**40),
             softcap=pick(0.0, 0.0, 20.0),
             seed=seed,
         )

@@ -126,7 +126,9 @@ class Cpu:
         kv = cache.KVCache(self.ops.cache_shapes(model), set_up.pool_sizes, block_size, set_up.kv_dtype)
         if set_up.kv_dtype == "int4":
             self._measure_keys(model, kv, (set_up.max_blocks_per_seq - 1) * block_size + 1, num_threads)
-        max_rows = min(MAX_ROWS, set_up.max_num_batched_tokens)
+        # A text of an encoder is computed at once.
+        longest = set_up.max_blocks_per_seq * block_size if model.both_ways else 0
+        max_rows = min(max(MAX_ROWS, longest), set_up.max_num_batched_tokens)
         max_chunks = min(set_up.max_num_seqs, max_rows)
         sizes = StepSizes(max_rows, max_chunks, max_chunks * set_up.max_blocks_per_seq)
         check = env.debug_level() >= 3

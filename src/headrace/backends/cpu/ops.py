@@ -294,6 +294,7 @@ class CpuOps:
             "value_dim": heads.value_size,
             "scale": scoring.scale,
             "window": scoring.reach,
+            "ahead": scoring.ahead,
             "softcap": scoring.softcap,
             "sinks": scoring.sinks,
             "block_size": rows.block_size,

@@ -149,9 +149,9 @@ class CudaOps:
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node, column=qkv.column)
 
     def attention(self, query: Value, heads: Heads, rows: StepRows, cache: LayerCache, scoring: Scoring) -> Value:
-        if scoring.sinks is not None or scoring.chunked:
+        if scoring.sinks is not None or scoring.chunked or scoring.ahead:
             raise CheckpointError(
-                "backend cuda has no kernels for attention with sinks or chunks; use cpu or torch_ref"
+                "backend cuda has no kernels for attention with sinks, chunks or later tokens; use cpu or torch_ref"
             )
         width = heads.num_heads * heads.head_dim
         return self._put(

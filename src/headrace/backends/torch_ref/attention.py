@@ -37,17 +37,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Neighbouring rows of chunk `chunk_id` whose positions lie in one span: `row` is the first one's index."""
+    """Neighbouring rows of chunk `chunk_id` whose positions lie in one span: `row` is the first one's index. `end`: the
+    position behind the chunk's last."""
 
     chunk_id: int
     row: int
     first: int
     last: int
     low: int
+    end: int
 
-    @property
-    def num_spans(self) -> int:
-        return self.last // SPAN - self.low + 1
+    def seen(self, ahead: int) -> int:
+        """The last position that some row sees."""
+        return min(self.last + ahead, self.end - 1)
 
 
 def first_seen(position: Any, window: int | None) -> Any:
@@ -66,33 +68,36 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Ro
         while first < start + length:
             last = min(start + length, (first // SPAN + 1) * SPAN) - 1
             low = max(0, first_seen(first, window)) // SPAN
-            pieces.append(RowSpan(chunk_id, row, first, last, low))
+            pieces.append(RowSpan(chunk_id, row, first, last, low, start + length))
             row += last - first + 1
             first = last + 1
     return pieces
 
 
-def plan(rows: ForwardBatch, kind: int, block_size: int, width: int, window: int | None) -> list[Group]:
+def plan(rows: ForwardBatch, kind: int, block_size: int, width: int, window: int | None, ahead: int) -> list[Group]:
     """The groups of a step, with slots of a block kind. `width` is kv_heads * head_dim; it bounds how many rows are
-    gathered at once."""
+    gathered at once. `window`, `ahead`: as in `Scoring`."""
     alone: dict[int, list[RowSpan]] = {}
     groups = []
     for piece in pieces_of(rows.starts, rows.lens, window):
+        num_spans = piece.seen(ahead) // SPAN - piece.low + 1
         if piece.first == piece.last:
-            alone.setdefault(piece.num_spans, []).append(piece)
+            alone.setdefault(num_spans, []).append(piece)
         else:
-            groups.append(_group([piece], rows.block_tables[kind], block_size, window))
+            groups.append(_group([piece], num_spans, rows.block_tables[kind], block_size, window, ahead))
     for num_spans, pieces in sorted(alone.items()):
         most = max(1, MAX_GATHER // (num_spans * SPAN * width))
         for i in range(0, len(pieces), most):
-            groups.append(_group(pieces[i : i + most], rows.block_tables[kind], block_size, window))
+            part = pieces[i : i + most]
+            groups.append(_group(part, num_spans, rows.block_tables[kind], block_size, window, ahead))
     return groups
 
 
-def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window: int | None) -> Group:
+def _group(
+    pieces: list[RowSpan], num_spans: int, block_tables: Tensor, block_size: int, window: int | None, ahead: int
+) -> Group:
     device = block_tables.device
-    num_spans = pieces[0].num_spans
-    table = torch.tensor([[p.chunk_id, p.low * SPAN, p.last] for p in pieces], device=device)
+    table = torch.tensor([[p.chunk_id, p.low * SPAN, p.seen(ahead)] for p in pieces], device=device)
     keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
     # Outside of the positions that the rows see, the first and last of their keys are repeated: they belong to the
     # sequence, and `hidden` masks them. Blocks behind a window may be another sequence's by now.
@@ -104,9 +109,10 @@ def _group(pieces: list[RowSpan], block_tables: Tensor, block_size: int, window:
         positions = torch.arange(pieces[0].first, pieces[0].last + 1, device=device)
         index = positions + (pieces[0].row - pieces[0].first)
     else:
-        positions = table[:, 2]
+        positions = torch.tensor([p.last for p in pieces], device=device)
         index = torch.tensor([p.row for p in pieces], device=device)
-    hidden = keys > positions[:, None]
+    ends = torch.tensor([[p.end] for p in pieces], device=device)
+    hidden = (keys > positions[:, None] + ahead) | (keys >= ends)
     if window is not None:
         hidden |= keys < first_seen(positions[:, None], window)
     hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]
@@ -117,10 +123,10 @@ def attention(query: Tensor, cache: LayerCache, rows: ForwardBatch, scoring: Sco
     """query [R, heads, D] over a cache of values of V numbers -> [R, heads, V] float32."""
     _, block_size, num_kv_heads, head_dim = cache.keys.shape
     window = scoring.reach or None
-    key = ("plan", cache.kind, window, block_size, num_kv_heads * head_dim)
+    key = ("plan", cache.kind, window, scoring.ahead, block_size, num_kv_heads * head_dim)
     groups = rows.notes.get(key)
     if groups is None:
-        groups = rows.notes[key] = plan(rows, cache.kind, block_size, num_kv_heads * head_dim, window)
+        groups = rows.notes[key] = plan(rows, cache.kind, block_size, num_kv_heads * head_dim, window, scoring.ahead)
     out = torch.empty(*query.shape[:2], cache.values.shape[3], dtype=torch.float32, device=query.device)
     for group in groups:
         queries = query.index_select(0, group.rows).float()

@@ -6,6 +6,7 @@ The one place in `runner` that sees `EngineConfig`. Called by `headrace.engine.b
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
+from headrace.engine.library.encoders import SentenceFiles, for_encoder, read_sentence_files
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
@@ -116,12 +118,16 @@ def _build_runner(
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
+    sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
+    if model.both_ways:
+        config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
     text = SampleText(lambda: sample.mark(directory), lambda: sample.token_ids(directory)[:max_model_len])
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
         _go(group, text.read() if config.activations == "auto" and backend.name == "cpu" else [])
-    activations = choose_activations(config, backend, model, model_config, text)
+    # An encoder has no logits to be judged at.
+    activations = choose_activations(config, backend, model, model_config, None if model.both_ways else text)
     if config.max_model_len is not None and config.max_model_len > max_model_len:
         logger.warning(
             "max_model_len: %d is more than the model's context, so it is %d; --rope-scaling stretches a context",
@@ -192,6 +198,8 @@ def _build_runner(
         version=__version__,
         weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
+        generates=not model.both_ways,
+        pooling=sentences.pooling or ("mean" if model.both_ways else ""),
     )
     return runner, info
 
@@ -277,7 +285,7 @@ def load_model(
 def _load_safetensors(
     config: EngineConfig, directory: Path, progress: Progress, seat: Seat | DeviceSeat | StageSeat | None
 ) -> tuple[Backend, models.Model, ModelConfig]:
-    values = overridden(read_config(directory, models.names()), config.hf_overrides)
+    values = overridden(read_config(directory, [*models.names(), *models.encoder_names()]), config.hf_overrides)
     checkpoint = MappedCheckpoint(directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     config = as_stored(config, find_method(values.get("quantization_config")), backend.schemes)
@@ -295,7 +303,7 @@ def _load_safetensors(
         from headrace.checkpoint.tensors import Checkpoint
 
         stored, loading = values.get("quantization_config"), Loading(progress, schemes, writer)
-        spare = prediction_layers(values, checkpoint.names)
+        spare = re.compile(f"{prediction_layers(values, checkpoint.names).pattern}|{module.Model.spare}")
         return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, spare)
 
     build = maker(config, module, model_config, backend, max_model_len, seat)
@@ -474,7 +482,7 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
 def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
     """`requested`, or all that the model has. A larger `requested` is lowered for a GGUF file, as in llama-server, and
     raises `RequestError` for a directory, as in vLLM."""
-    most = model_config.max_positions()
+    most: int = models.find(model_config.values["model_type"]).Model.max_positions(model_config)
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
     if requested is not None and requested > most and not path.is_file():

@@ -1,7 +1,7 @@
 """Texts as vectors, for every API that has embeddings.
 
-The vector of a text is the model's hidden state after the final norm, of the last token or the mean over all tokens.
-Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
+The vector of a text is the model's hidden state after the final norm, of the last or first token or the mean over all
+tokens. Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def vectors(
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
     pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt, adapter = options
-    kind = check_form(pooling, dimensions, front.info.hidden_size)
+    kind = check_form(pooling, dimensions, front.info)
     bounds.check("prompt_list", texts, field)
     if truncate_prompt_tokens is not None:
         bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)

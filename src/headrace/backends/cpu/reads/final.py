@@ -38,7 +38,7 @@ class FinalTape:
         source = graph.outside(hidden.width, ROWS, hidden.buffer.row_bytes)
         final = ops.whole(model.final(source, places))
         self._out = aligned(4 * most[LOGITS] * final.ld).view(np.float32).reshape(most[LOGITS], final.ld)
-        self._width = hidden.width
+        self._width = final.width
         graph.keep_outside(source.buffer, states)
         graph.keep_outside(final.buffer, self._out)
         self._tape = Tape(graph, most, isa)

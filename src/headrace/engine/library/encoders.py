@@ -1,0 +1,111 @@
+"""The settings of an encoder's engine, and the files that sentence-transformers keeps beside a model: how the rows of a
+text become its vector.
+
+Called by `load`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace import foreign
+from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.protocol.step import Pooling
+
+MODES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+}
+"""The kinds of pooling by the flags of a pooling module's config.json."""
+NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+"""The same by a name, as newer files have it."""
+OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
+
+
+class SentenceFiles(NamedTuple):
+    """pooling: "" where the files name none. max_length: the most tokens of a text; None for the model's own."""
+
+    pooling: Pooling = ""
+    max_length: int | None = None
+
+
+def read_sentence_files(directory: Path) -> SentenceFiles:
+    """Read modules.json, the pooling's config.json and sentence_bert_config.json, as far as they are there. Raises
+    `CheckpointError` for modules and kinds of pooling that would give other vectors here."""
+    if not (directory / "modules.json").is_file():
+        return SentenceFiles()
+    pooling: Pooling = ""
+    for module in _modules(directory):
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _pooling(directory, str(module.get("path", "")))
+        elif kind not in ("Transformer", "Normalize"):
+            raise CheckpointError(
+                f"{directory / 'modules.json'}: a module {kind:.80}, expected Transformer, Pooling and Normalize "
+                "alone: without it the vectors would be others"
+            )
+    return SentenceFiles(pooling, _max_length(directory))
+
+
+def _modules(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "modules.json"
+    data = foreign.read_bytes(path, foreign.TABLE.num_bytes)
+    modules = foreign.parse_object(b'{"modules":' + data + b"}", path, foreign.TABLE)["modules"]
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise CheckpointError(f"{path}: expected a list of objects")
+    return modules
+
+
+def _pooling(directory: Path, folder: str) -> Pooling:
+    path = directory / folder / "config.json"
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CheckpointError(f"{directory / 'modules.json'}: path {folder:.80}, expected a folder beside the file")
+    values = foreign.read_object(path, foreign.TABLE)
+    named = values.get("pooling_mode")
+    if named is not None and named in NAMES:
+        return NAMES[named]
+    kinds = [kind for flag, kind in MODES.items() if values.get(flag) is True]
+    others = [flag for flag in OTHER_MODES if values.get(flag) is True]
+    if len(kinds) != 1 or others:
+        raise CheckpointError(f"{path}: expected exactly one of {', '.join(MODES)} to be true")
+    return kinds[0]
+
+
+def _max_length(directory: Path) -> int | None:
+    path = directory / "sentence_bert_config.json"
+    length = foreign.read_object(path, foreign.TABLE).get("max_seq_length") if path.is_file() else None
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
+        raise CheckpointError(f"{path}: max_seq_length is {length!r:.80}, expected an integer of at least 2")
+    return length
+
+
+def for_encoder(config: EngineConfig, most: int, sentences: SentenceFiles) -> EngineConfig:
+    """Return the config of an encoder's engine, whose texts have at `most` so many tokens: a text is one chunk, and its
+    keys and values are of no use to another. Raises `RequestError` for settings of decoders."""
+    for field, value, harmless in (
+        ("speculative_config", config.speculative_config, None),
+        ("enable_lora", config.enable_lora, False),
+        ("tensor_parallel_size", config.tensor_parallel_size, 1),
+        ("pipeline_parallel_size", config.pipeline_parallel_size, 1),
+    ):
+        if value != harmless:
+            raise RequestError(field, value, f"{harmless}: the model is an encoder")
+    most = min(most, sentences.max_length or most)
+    length = min(config.max_model_len or most, most)
+    num_tokens = max(config.max_num_batched_tokens, length)
+    num_blocks = config.num_gpu_blocks_override
+    if num_blocks is None and config.kv_cache_memory_bytes is None:
+        num_blocks = -(-num_tokens // config.block_size) + config.max_num_seqs
+    return msgspec.structs.replace(
+        config,
+        max_model_len=length,
+        max_num_batched_tokens=num_tokens,
+        num_gpu_blocks_override=num_blocks,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+    )

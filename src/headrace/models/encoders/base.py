@@ -1,0 +1,197 @@
+"""The parts that encoders share: attention in which a row sees its whole text, layers, the frame around them.
+
+A model file reads its sizes, and builds layers out of `Attention` and `decoder`'s parts. The keys and values of a text
+lie in the cache only while the step runs. Knows `Ops` and `Weights` only. Called by the model files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Array, Cache, HeadForm, Heads, LayerShape, RopeTable, Rows, Scoring
+from headrace.models import Model
+from headrace.models.config import MAX_LAYERS, ModelConfig
+from headrace.models.decoder import ACTIVATIONS
+from headrace.models.rope import make_rope_table
+from headrace.models.unread import verify
+from headrace.models.weights import Linear
+from headrace.protocol.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
+
+
+class Keys(NamedTuple):
+    """The keys of config.json for an encoder's sizes, with defaults for those that may be absent."""
+
+    hidden_size: str = "hidden_size"
+    intermediate_size: str = "intermediate_size"
+    num_layers: str = "num_hidden_layers"
+    num_heads: str = "num_attention_heads"
+    activation: str = "hidden_act"
+    eps: str = "layer_norm_eps"
+    default_eps: float = 1e-12
+    default_activation: str = "gelu"
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias. Old files name the parts gamma and beta."""
+
+    def __init__(self, model: Encoder, name: str, *, bias: bool = True) -> None:
+        weight = "gamma" if model.weights.has(f"{name}.gamma") else "weight"
+        self.weight = model.weights.tensor(f"{name}.{weight}", (model.hidden_size,))
+        second = "beta" if weight == "gamma" else "bias"
+        self.bias = model.weights.tensor(f"{name}.{second}", (model.hidden_size,)) if bias else None
+        self.ops, self.eps = model.ops, model.eps
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class Attention:
+    """Attention over the whole text, or `window` positions to each side (Beltagy et al. 2020). `names`: of the layers
+    q, k and v, or of one layer that has all three."""
+
+    def __init__(
+        self,
+        model: Encoder,
+        layer_id: int,
+        names: Sequence[str],
+        out: str,
+        *,
+        bias: bool = True,
+        window: int | None = None,
+        rope_table: RopeTable | None = None,
+    ) -> None:
+        width = model.hidden_size
+        self.ops, self.layer_id, self.form = model.ops, layer_id, HeadForm(rope_table)
+        self.heads = Heads(model.num_heads, model.num_heads, width // model.num_heads)
+        ahead = model.max_model_len if window is None else window
+        self.scoring = Scoring(self.heads.head_dim**-0.5, window=None if window is None else window + 1, ahead=ahead)
+        outs = [width] * 3 if len(names) == 3 else [3 * width]
+        self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, cut=self.heads))
+        self.out = model.weights.matrix(Linear([out], width, [width], bias=bias))
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        ops, cache = self.ops, kv[self.layer_id]
+        query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache, self.form)
+        return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
+
+
+class MLP:
+    """down(act(up(x)))."""
+
+    def __init__(self, model: Encoder, up: str, down: str) -> None:
+        hidden, inner = model.hidden_size, model.intermediate_size
+        self.up = model.weights.matrix(Linear([up], hidden, [inner], bias=True))
+        self.down = model.weights.matrix(Linear([down], inner, [hidden], bias=True))
+        self.ops, self.kind = model.ops, model.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.linear(self.ops.activation(self.ops.linear(x, self.up), self.kind), self.down)
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)). `names`: of gate and up, or of one layer that has both, gate first unless `up_first`.
+    bias: of both layers; down_bias: of the second alone."""
+
+    def __init__(
+        self,
+        model: Encoder,
+        names: Sequence[str],
+        down: str,
+        *,
+        bias: bool = False,
+        down_bias: bool = False,
+        up_first: bool = False,
+    ) -> None:
+        hidden, inner = model.hidden_size, model.intermediate_size
+        outs = [inner] * 2 if len(names) == 2 else [2 * inner]
+        orders = [np.roll(np.arange(2 * inner), inner)] if up_first else ()
+        self.gate_up = model.weights.matrix(
+            Linear(list(names), hidden, outs, bias=bias, orders=orders, cut=[inner, inner])
+        )
+        self.down = model.weights.matrix(Linear([down], inner, [hidden], bias=bias or down_bias))
+        self.ops, self.kind = model.ops, model.activation
+
+    def __call__(self, x: Array) -> Array:
+        return self.ops.linear(self.ops.gated(self.ops.linear(x, self.gate_up), self.kind), self.down)
+
+
+class PostNormLayer:
+    """x = norm(x + attention(x)); x = norm(x + mlp(x))."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        attention_norm: Callable[[Array], Array],
+        mlp: Callable[[Array], Array],
+        mlp_norm: Callable[[Array], Array],
+    ) -> None:
+        self.attention, self.attention_norm, self.mlp, self.mlp_norm = attention, attention_norm, mlp, mlp_norm
+
+    def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
+        x = self.attention_norm(x + self.attention(x, rows, kv))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class Encoder(Model):
+    """Embeddings and layers; no head. A model file sets `keys`, and makes the parts in its constructor.
+
+    Raises `CheckpointError` for a config that is not valid and for weights that do not fit it.
+    """
+
+    both_ways = True
+    spare = r"(\w+\.)?(pooler|classifier|cls|lm_head|head|decoder|vocab_\w+|pre_classifier|qa_outputs)(\..*|$)"
+    keys = Keys()
+    default_theta = 10000.0
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        verify(config.values, self.unread)
+        keys = self.keys
+        self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
+        self.hidden_size = config.integer(keys.hidden_size)
+        self.intermediate_size = config.integer(keys.intermediate_size)
+        self.num_heads = config.integer(keys.num_heads)
+        self.num_layers = config.integer(keys.num_layers, high=MAX_LAYERS)
+        self.vocab_size = config.integer("vocab_size")
+        self.eps = config.number(keys.eps, keys.default_eps)
+        self.activation = config.choice(keys.activation, ACTIVATIONS, keys.default_activation)
+        if self.hidden_size % self.num_heads:
+            raise CheckpointError(
+                f"config.json: {keys.hidden_size} {self.hidden_size} is no multiple of {keys.num_heads} "
+                f"{self.num_heads}"
+            )
+        self.cache_shapes = [LayerShape(self.num_heads, self.hidden_size // self.num_heads)] * self.num_layers
+
+    def root_of(self, *roots: str) -> str:
+        """Return the first of `roots` with which names of tensors begin, or ""."""
+        return next((root for root in roots if self.weights.has_prefix(root)), "")
+
+    def words(self, name: str) -> Array:
+        """Return the table of the tokens' embeddings."""
+        return self.weights.table(name, (self.vocab_size, self.hidden_size))
+
+    def type_row(self, name: str) -> NDArray[np.float32]:
+        """Return the embedding of the first type of tokens [H], which all tokens of a single text have."""
+        num = self.config.integer("type_vocab_size", 2)
+        row: NDArray[np.float32] = self.weights.numbers(name, (num, self.hidden_size))[0]
+        return row
+
+    def rotary(self, rope: ModelConfig) -> RopeTable:
+        longest = self.max_positions(self.config)
+        head_dim = self.hidden_size // self.num_heads
+        table = make_rope_table(rope, head_dim, longest, self.max_model_len, self.default_theta)
+        return RopeTable(self.weights.constant(table.cos), self.weights.constant(table.sin))
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.select(hidden, rows)
+
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        """The vectors themselves: nothing is drawn from an encoder."""
+        return self.final(hidden, rows)

@@ -1,0 +1,111 @@
+"""GTE (Zhang et al. 2024, mGTE): BERT with rotary positions and a gated MLP. Its first files have the type `new`, and
+q, k and v, and up and gate, in one layer each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from headrace.backends.base import Array, Rows
+from headrace.models.config import ModelConfig
+from headrace.models.encoders.base import Attention, Encoder, GatedMLP, LayerNorm, PostNormLayer
+from headrace.models.unread import Rules, Unread
+
+if TYPE_CHECKING:
+    from headrace.backends.base import Ops
+    from headrace.models.weights import Weights
+
+TINY = {
+    "model_type": "gte",
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+
+
+class Names(NamedTuple):
+    """Where a layout keeps the parts. qkv, gate_up: the layers that are stacked, or the layer that has all of them.
+    up_first: whether up comes before gate in it."""
+
+    embeddings_norm: str
+    layers: str
+    qkv: tuple[str, ...]
+    out: str
+    attention_norm: str
+    gate_up: tuple[str, ...]
+    down: str
+    mlp_norm: str
+    up_first: bool = False
+
+
+NEWER = Names(
+    "embeddings.LayerNorm",
+    "layers",
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj",
+    "post_mlp_layernorm",
+)
+FIRST = Names(
+    "embeddings.LayerNorm",
+    "encoder.layer",
+    ("attention.qkv_proj",),
+    "attention.o_proj",
+    "attn_ln",
+    ("mlp.up_gate_proj",),
+    "mlp.down_proj",
+    "mlp_ln",
+    up_first=True,
+)
+
+
+class Model(Encoder):
+    unread: Rules = (
+        Unread("position_embedding_type", "rope", "positions that are learned"),
+        Unread("layer_norm_type", "layer_norm", "other norms"),
+        Unread("logn_attention_scale", False, "scores that are scaled by the length"),
+    )
+    roots: tuple[str, ...] = ("new.", "gte.")
+    layouts = (NEWER, FIRST)
+    bias, down_bias = True, True
+    """Whether the layers of attention, and the last one of the MLP, have biases."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+        super().__init__(config, weights, ops, max_model_len)
+        root = self.root_of(*self.roots)
+        names = next((each for each in self.layouts if weights.has_prefix(f"{root}{each.layers}.")), self.layouts[0])
+        self.rope_table = self.rotary(self.rope(config))
+        self.embedding = self.words(f"{root}embeddings.word_embeddings.weight")
+        num_types = config.integer("type_vocab_size", 0, low=0)
+        self.types = self.first_type(f"{root}embeddings.token_type_embeddings.weight") if num_types else None
+        self.norm = LayerNorm(self, f"{root}{names.embeddings_norm}")
+        self.layers = [self.layer(f"{root}{names.layers}.{i}", i, names) for i in range(self.num_layers)]
+
+    def rope(self, config: ModelConfig) -> ModelConfig:
+        return config.rope
+
+    def first_type(self, name: str) -> Array:
+        """Return the embedding of the first type of tokens for each position: it is added to all rows."""
+        return self.weights.constant_table(np.tile(self.type_row(name), (self.max_model_len, 1)))
+
+    def layer(self, name: str, layer_id: int, names: Names) -> PostNormLayer:
+        qkv, gate_up = ([f"{name}.{part}" for part in parts] for parts in (names.qkv, names.gate_up))
+        attention = Attention(
+            self, layer_id, qkv, f"{name}.{names.out}", bias=self.bias, rope_table=self.rope_table
+        )  # fmt: skip
+        mlp = GatedMLP(self, gate_up, f"{name}.{names.down}", down_bias=self.down_bias, up_first=names.up_first)
+        norms = (LayerNorm(self, f"{name}.{part}") for part in (names.attention_norm, names.mlp_norm))
+        return PostNormLayer(attention, next(norms), mlp, next(norms))
+
+    def enter(self, rows: Rows) -> Array:
+        x = self.ops.embedding(rows.token_ids, self.embedding)
+        return self.norm(x if self.types is None else x + self.ops.embedding(rows.positions, self.types))

@@ -1,0 +1,199 @@
+"""Encoders: the vectors are transformers' hidden states, and the bits of a text are its own."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.harness import BACKENDS
+from transformers import AutoConfig, AutoModel
+
+from headrace import LLM, models
+from headrace.models.encoders import base
+from headrace.protocol.errors import CheckpointError, ContextLengthError, RequestError
+
+LENGTHS = (1, 2, 40, 129, 300, 512)
+POOLINGS = ("cls", "mean", "last")
+TYPES = [name for name in models.encoder_names() if name != "new"]
+
+
+def save(name: str, directory: Path, first_layout: bool = True, **sizes: Any) -> Any:
+    """Write a random checkpoint of a type, in the layout of the type's first files or in transformers' own, and return
+    the transformers model."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(**models.find(name).TINY | sizes)).eval().float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(directory, save_original_format=first_layout)
+    return model
+
+
+def texts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(5, 199) for _ in range(num)] for num in lengths]
+
+
+def open_llm(directory: Path, backend: str = "cpu", **options: Any) -> LLM:
+    return LLM(str(directory), backend=backend, dtype="float32", skip_tokenizer_init=True, **options)
+
+
+def vectors(llm: LLM, texts: list[list[int]], pooling: str | None = None) -> list[list[float]]:
+    inputs: Any = [{"prompt_token_ids": text} for text in texts]
+    outputs = llm.embed(inputs, pooling=pooling, normalize=False, use_tqdm=False)
+    return [output.outputs.embedding for output in outputs]
+
+
+def error(model: Any, texts: list[list[int]], computed: list[list[float]], pooling: str = "mean") -> float:
+    """The greatest difference from transformers, as a share of the greatest number."""
+    worst = 0.0
+    for text, vector in zip(texts, computed, strict=True):
+        with torch.no_grad():
+            hidden = model(input_ids=torch.tensor([text])).last_hidden_state[0]
+        right = {"cls": hidden[0], "mean": hidden.mean(0), "last": hidden[-1]}[pooling].numpy()
+        worst = max(worst, float(np.abs(np.array(vector) - right).max() / np.abs(right).max()))
+    return worst
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", TYPES)
+def test_vectors_are_transformers_hidden_states(name: str, backend: str, tmp_path: Path) -> None:
+    model, texts = save(name, tmp_path), texts_of()
+    llm = open_llm(tmp_path, backend, max_num_batched_tokens=600)
+    for pooling in POOLINGS:
+        together = vectors(llm, texts, pooling)
+        assert error(model, texts, together, pooling) < 1e-5
+        # Law: the batch, and what was computed before, change no bit.
+        assert [vectors(llm, [text], pooling)[0] for text in texts[:4]] == together[:4]
+
+
+@pytest.mark.parametrize("name", ["gte", "nomic_bert"])
+def test_both_layouts_give_the_same_bits(name: str, tmp_path: Path) -> None:
+    computed = []
+    for first in (True, False):
+        save(name, tmp_path / str(first), first)
+        computed.append(vectors(open_llm(tmp_path / str(first)), texts_of()))
+    assert computed[0] == computed[1]
+
+
+def test_the_first_files_of_gte_have_another_type(tmp_path: Path) -> None:
+    model = save("gte", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "new"}))
+    assert error(model, texts_of(), vectors(open_llm(tmp_path), texts_of())) < 1e-5
+
+
+def test_the_first_files_of_nomic_bert_have_other_keys(tmp_path: Path) -> None:
+    model = save("nomic_bert", tmp_path)
+    tiny = models.find("nomic_bert").TINY
+    sizes = {"n_embd": tiny["hidden_size"], "n_inner": tiny["intermediate_size"], "n_layer": 2, "n_head": 4}
+    others = {"n_positions": 512, "activation_function": "swiglu", "rotary_emb_base": 1000, "type_vocab_size": 2}
+    others |= {"layer_norm_epsilon": 1e-12, "vocab_size": tiny["vocab_size"], "max_trained_positions": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nomic_bert", "prenorm": False, **sizes, **others}))
+    llm = open_llm(tmp_path)
+    assert llm.core.info.max_model_len == 300
+    assert error(model, texts_of()[:-1], vectors(llm, texts_of()[:-1])) < 1e-5
+
+
+def test_threads_steps_and_order_change_no_bit(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    texts = texts_of()
+    expected = vectors(open_llm(tmp_path, num_threads=1), texts)
+    llm = open_llm(tmp_path, num_threads=2, max_num_batched_tokens=512, max_num_seqs=2)
+    assert vectors(llm, texts) == expected
+    assert vectors(llm, texts[::-1])[::-1] == expected
+
+
+def test_a_text_may_be_longer_than_a_usual_call_has_rows(tmp_path: Path) -> None:
+    model, texts = save("modernbert", tmp_path, max_position_embeddings=1100), texts_of((1100, 700, 30))
+    llm = open_llm(tmp_path)
+    assert llm.core.info.max_model_len == 1100
+    assert error(model, texts, vectors(llm, texts)) < 1e-5
+
+
+def test_control_attention_to_earlier_tokens_alone_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scoring = base.Scoring
+    monkeypatch.setattr(base, "Scoring", lambda scale, window, ahead: scoring(scale, window))
+    model = save("bert", tmp_path)
+    assert error(model, texts_of(), vectors(open_llm(tmp_path), texts_of())) > 1e-3
+
+
+def test_an_encoder_generates_nothing(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    llm = open_llm(tmp_path)
+    assert not llm.core.info.generates
+    with pytest.raises(RequestError, match="a model that generates: this one is an encoder"):
+        llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
+    with pytest.raises(ContextLengthError, match="at most 512 tokens"):
+        vectors(llm, [[5] * 513])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
+    ],
+)
+def test_settings_of_decoders_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    with pytest.raises(RequestError, match=message):
+        open_llm(tmp_path, **options)
+
+
+def write_modules(directory: Path, modules: list[str], pooling: dict[str, Any], max_length: Any = None) -> None:
+    kinds = enumerate(modules)
+    rows = [{"idx": i, "path": f"{i}_{kind}", "type": f"sentence_transformers.models.{kind}"} for i, kind in kinds]
+    (directory / "modules.json").write_text(json.dumps(rows))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if max_length is not None:
+        (directory / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": max_length}))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kind"),
+    [
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "cls"}, "cls"),
+    ],
+)
+def test_the_files_of_sentence_transformers_choose(pooling: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    write_modules(tmp_path, ["Transformer", "Pooling", "Normalize"], pooling, 100)
+    llm = open_llm(tmp_path)
+    assert (llm.core.info.pooling, llm.core.info.max_model_len) == (kind, 100)
+    assert vectors(llm, texts_of()[:3]) == vectors(llm, texts_of()[:3], kind)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "max_length", "message"),
+    [
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, None, "a module Dense"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, None, "exactly one of"),
+        (["Transformer", "Pooling"], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None, "one"),
+        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "many", "max_seq_length is 'many'"),
+    ],
+)
+def test_files_that_mean_other_vectors_are_refused(
+    modules: list[str], pooling: dict[str, Any], max_length: Any, message: str, tmp_path: Path
+) -> None:
+    save("bert", tmp_path)
+    write_modules(tmp_path, modules, pooling, max_length)
+    with pytest.raises(CheckpointError, match=message):
+        open_llm(tmp_path)
+
+
+def test_a_pooling_folder_lies_beside_the_file(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    rows = [{"path": "../elsewhere", "type": "sentence_transformers.models.Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(rows))
+    with pytest.raises(CheckpointError, match="a folder beside the file"):
+        open_llm(tmp_path)

@@ -1,0 +1,98 @@
+"""An encoder behind the server: vectors at every door, no answers, and the same bits after its engine was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from tests.support.server import write_tokenizer
+from tests.support.serving import Served, serve
+from transformers import AutoConfig, AutoModel
+
+from headrace.models.encoders import bert
+
+HTTP = httpx.Client(timeout=60)
+TEXT = "A cat sat on the mat."
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**bert.TINY | {"vocab_size": 256, "max_position_embeddings": 64})
+    AutoModel.from_config(config).save_pretrained(folder)
+    return write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def server(directory: Path) -> Iterator[Served]:
+    with serve(str(directory), "--served-model-name", "bert") as served:
+        yield served
+
+
+def vector(server: Served, text: str = TEXT) -> list[float]:
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": text})
+    assert reply.status_code == 200, reply.text
+    numbers: list[float] = reply.json()["data"][0]["embedding"]
+    return numbers
+
+
+def test_an_encoder_answers_at_every_door_for_vectors(server: Served, directory: Path) -> None:
+    model = AutoModel.from_pretrained(directory).eval()
+    with torch.no_grad():
+        mean = model(input_ids=torch.tensor([list(TEXT.encode())])).last_hidden_state[0].mean(0)
+    right = (mean / mean.norm()).tolist()
+    assert vector(server) == pytest.approx(right, abs=1e-5)
+    ollama = HTTP.post(f"{server.url}/api/embed", json={"model": "bert", "input": TEXT}).json()["embeddings"][0]
+    llama = HTTP.post(f"{server.url}/embedding", json={"content": TEXT}).json()[0]["embedding"][0]
+    pooled = HTTP.post(f"{server.url}/pooling", json={"model": "bert", "input": TEXT}).json()["data"][0]["data"]
+    assert ollama == llama == pooled == vector(server)
+    body = {"model": "bert", "query": TEXT, "documents": ["xyz", TEXT]}
+    ranks = HTTP.post(f"{server.url}/v1/rerank", json=body).json()["results"]
+    assert [rank["index"] for rank in ranks] == [1, 0]
+    assert ranks[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/completion", {"prompt": "Hi"}),
+    ],
+)
+def test_an_encoder_is_no_model_for_answers(server: Served, path: str, body: dict[str, Any]) -> None:
+    reply = HTTP.post(f"{server.url}{path}", json={"model": "bert", "stream": False} | body)
+    assert reply.status_code == 400
+    assert "this one is an encoder, which gives vectors" in json.dumps(reply.json())
+
+
+def test_a_text_that_is_too_long_is_refused_or_cut_between_its_ends(server: Served) -> None:
+    body: dict[str, Any] = {"model": "bert", "input": "a" * 70}
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert HTTP.post(f"{server.url}/v1/embeddings", json=body | {"input": "a" * 64}).status_code == 200
+    cut = HTTP.post(f"{server.url}/v1/embeddings", json=body | {"input": "abcdez", "truncate_prompt_tokens": 3}).json()
+    assert cut["data"][0]["embedding"] == vector(server, "abz")
+
+
+def test_a_killed_engine_gives_the_same_vector_again(server: Served) -> None:
+    before = vector(server)
+    server.engine().send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": TEXT})
+        if reply.status_code == 200:
+            break
+        time.sleep(0.2)
+    assert vector(server) == before
