@@ -66,7 +66,7 @@ def launches(problem: Problem) -> list[Any]:
 def entries(text: str) -> list[str]:
     """The lines after @triton.jit of functions that are launched: those named by a `Kernel(...)`."""
     lines = text.splitlines()
-    jitted = [after for line, after in itertools.pairwise(lines) if line == "@triton.jit"]
+    jitted = [after for line, after in itertools.pairwise(lines) if line.startswith("@triton.jit")]
     return [line for line in jitted if f"Kernel({line.split('(')[0][4:]}," in text.replace("Kernel(\n    ", "Kernel(")]
 
 
