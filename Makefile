@@ -156,7 +156,7 @@ fuzz-kernels: $(STAMP)  ## the same on random shapes, 100,000 at a time (ARGS="C
 	$(RECORD) fuzz-kernels -- $(TESTED)/selftest fuzz $(ARGS)
 
 # With PYTHON it makes no environment: a machine with a GPU may have torch and triton, and no network.
-gpu-check: $(if $(PYTHON),,$(STAMP))  ## prove, tune and measure the GPU backend (at toy size without a GPU); JSON in build/gpu
+gpu-check: $(if $(PYTHON),,$(STAMP))  ## prove, measure and tune the GPU backend in 15 minutes (at toy size without a GPU); JSON in build/gpu
 	PYTHONPATH=src $(or $(PYTHON),$(BIN)/python) -m bench.gpu --out build/gpu $(ARGS)
 
 # $(call beside,FOLDER,PIP WORDS): an environment with packages of its own, which sees those of .venv behind them.

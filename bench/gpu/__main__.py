@@ -1,4 +1,5 @@
-"""`python -m bench.gpu [prove|tune|bench ...] [--out DIR] [--toy]`: the stages in turn, all by default.
+"""`python -m bench.gpu [prove|bench|tune ...] [--out DIR] [--minutes N] [--toy]`: the stages in turn, all by default,
+those of most value first.
 
 Each stage runs in a process of its own. If that dies or hangs (a fault of the GPU ends every later call of a process),
 its item is recorded as failed and another process goes on with the next.
@@ -18,7 +19,9 @@ from bench.gpu import goals
 from bench.gpu.report import Report, read
 from bench.tied import tied
 
-STAGES = ("prove", "tune", "bench")
+STAGES = ("prove", "bench", "tune")
+MINUTES = 15.0
+"""What all stages may take together: on an H100 they are predicted to take eleven."""
 SECONDS = 510
 """A stage's time: nine minutes less what it takes to end a process that does not end by itself."""
 GRACE = 15
@@ -30,8 +33,11 @@ MODULES = {"prove": "bench.gpu.prove", "tune": "bench.gpu.tune", "bench": "bench
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    parser.add_argument("stages", nargs="*", default=STAGES, metavar="STAGE", help="prove, tune, bench; default: all")
+    parser.add_argument("stages", nargs="*", default=STAGES, metavar="STAGE", help="prove, bench, tune; default: all")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of the JSON files")
+    parser.add_argument(
+        "--minutes", type=minutes, default=MINUTES, help="for all stages together; what finds no time is left out"
+    )
     parser.add_argument("--toy", action="store_true", help="toy size; always so without a GPU")
     parser.add_argument("--only", default="", help="items whose names contain this")
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
@@ -43,8 +49,25 @@ def main() -> None:
         [stage] = args.stages
         run_stage(stage, args)
         return
-    failed = sum([supervise(stage, args) for stage in args.stages])
+    end = time.time() + 60 * args.minutes
+    failed = sum([supervise(stage, args, end) for stage in args.stages])
     sys.exit(1 if failed else 0)
+
+
+def minutes(text: str) -> float:
+    """Return a number of minutes. Raises `argparse.ArgumentTypeError` for one below 1 or above a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 1 <= value <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes from 1 to 1440")
+    return value
+
+
+def end_of_stage(now: float, end: float) -> float:
+    """Return when a stage that begins `now` is over, of stages that together end at `end` at most."""
+    return min(now + SECONDS, end - GRACE)
 
 
 def run_stage(stage: str, args: argparse.Namespace) -> None:
@@ -56,11 +79,14 @@ def run_stage(stage: str, args: argparse.Namespace) -> None:
     importlib.import_module(MODULES[stage]).run(report, device)
 
 
-def supervise(stage: str, args: argparse.Namespace) -> int:
+def supervise(stage: str, args: argparse.Namespace, whole_end: float) -> int:
     """Run a stage to its end, in as many processes as that takes. Returns the number of items that failed."""
     path = args.out / f"{stage}.json"
     path.unlink(missing_ok=True)
-    end = time.time() + SECONDS
+    end = end_of_stage(time.time(), whole_end)
+    if end <= time.time():
+        print(f"{stage}: left out, the {args.minutes:g} minutes are over; --minutes gives more", flush=True)
+        return 0
     command = [sys.executable, "-m", "bench.gpu", stage, "--out", str(args.out), "--only", args.only]
     command += ["--inside", str(end)] + ["--toy"] * args.toy
     while time.time() < end:

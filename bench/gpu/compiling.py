@@ -66,6 +66,8 @@ def signature(recipe: Recipe) -> str:
     parameters = {parameter.name: parameter for parameter in jit.params}
 
     def key(name: str, value: tuple[Any, ...]) -> object:
+        if parameters[name].do_not_specialize:
+            return "any"
         if value[0] == "tensor" or parameters[name].is_constexpr or isinstance(value[1], float | str | None):
             return value
         return value[1] if value[1] == 1 else (value[1] % 16 == 0, abs(value[1]) < 2**31)

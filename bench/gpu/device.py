@@ -38,6 +38,12 @@ class Device:
         versions = {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
         return {"name": name, "date": time.strftime("%Y-%m-%d"), "toy": self.toy, "versions": versions}
 
+    def free_memory(self) -> int:
+        """Return the bytes that this process may use: free on the GPU or held by torch; 2^50 without a GPU."""
+        if not self.is_gpu:
+            return 2**50
+        return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+
     def run(self, launches: Sequence[Launch]) -> None:
         for launch in launches:
             if self.is_gpu:

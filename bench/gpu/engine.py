@@ -218,8 +218,9 @@ class Law:
         return [request for request in self.requests if request.params.temperature == 0.0]
 
     def greedy(self) -> Result:
-        """Ids until the first that differs; there the reference's two likeliest must lie within rounding."""
-        expected, actual = self.by_torch_ref("cpu", "bfloat16"), self.alone()
+        """Ids until the first that differs; there the reference's two likeliest must lie within rounding. The reference
+        runs on the same device: in bfloat16 a GPU's and a CPU's own ids differ."""
+        expected, actual = self.by_torch_ref(self.device.name, "bfloat16"), self.alone()
         equal, close, wrong = 0, 0, []
         for request in self.greedy_requests:
             name = request.request_id
@@ -244,7 +245,8 @@ def compare_logprobs(expected: Answers, actual: Answers, dtype: str) -> Result:
         for place, token_id in enumerate(ids):
             entry, other = expected.logprobs[name][place], actual.logprobs[name][place]
             if actual.token_ids[name][place] != token_id:
-                wrong += [name] * (entry.top[0][1] - entry.top[1][1] > tolerance)
+                # Each of the two may be off by the tolerance.
+                wrong += [name] * (entry.top[0][1] - entry.top[1][1] > 2 * tolerance)
                 break
             errors.append(abs(entry.logprob - other.logprob))
     far = [error for error in errors if not error <= tolerance]  # NaN too

@@ -10,16 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu.cache_problems import cache_of, make_cache
 from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
+from bench.gpu.weights import random_codes
 from headrace.backends.base import Heads
-from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.cache import STORED
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import choose, linear, linear_codes, spans
 from headrace.backends.cuda.launch import Config
 from headrace.backends.step import Draw
-from headrace.quant.base import QWeight
 from headrace.quant.schemes import Scheme
 
 BOTH_INSTRUCTIONS = {
@@ -40,8 +41,11 @@ def probes(device: Device) -> Iterator[Probe]:
     for num_out, num_in in shapes:
         yield f"rows: linear {num_out}x{num_in}", lambda n=num_out, k=num_in: rows(device, n, k)  # type: ignore[misc]
     yield "buckets: linear", lambda: buckets(device)
-    yield "codes in registers against widened", lambda: codes(device)
-    yield "decode against prefill", lambda: attention(device)
+    for scheme in (Scheme("i4", 64), Scheme("i8")):
+        yield f"codes in registers against widened, {scheme.kind}", lambda scheme=scheme: codes(device, scheme)  # type: ignore[misc]
+    for kind, stored in STORED.items():
+        if device.capability >= 90 or "fp8" not in kind:
+            yield f"decode against prefill, cache of {kind}", lambda k=kind, s=stored: attention(device, k, s)  # type: ignore[misc]
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
 
@@ -109,22 +113,15 @@ def buckets(device: Device) -> Result:
     return {"wrong": wrong, "fault": f"other bits in buckets {wrong}" if wrong else ""}
 
 
-def codes(device: Device) -> Result:
-    """int4 in registers and widened into scratch, with assembly and without, against weights widened by torch."""
+def codes(device: Device, scheme: Scheme) -> Result:
+    """Codes in registers and widened into scratch, with assembly and without, against weights widened by torch."""
     torch.manual_seed(3)
     num_out, num_in, num_rows = (96, 512, 5) if device.toy else (1024, 4096, 50)
-    shape = (num_out, num_in // 64)
-    weight = QWeight(
-        torch.randint(0, 16, (num_out, num_in)), torch.rand(shape) * 0.01, torch.full(shape, 8.0), None, 64, 4
-    )
-    packed = linear_codes.pack(
-        QWeight(weight.codes.to(device.name), None if weight.scales is None else weight.scales.to(device.name),
-                torch.full(shape, 8.0, device=device.name), None, 64, 4), Scheme("i4", 64), torch.bfloat16
-    )  # fmt: skip
+    packed = linear_codes.pack(random_codes(num_out, num_in, scheme, device.name), scheme, torch.bfloat16)
     x = normal(num_rows, num_in, dtype=torch.bfloat16).to(device.name)
     expected = product(device, x, packed.dense().contiguous(), num_rows)
     wrong = {}
-    for base in linear_codes.KERNEL.configs:
+    for base in (each for each in linear_codes.KERNEL.configs if linear_codes.suits(each, packed, False)):
         for assembly in (0, 1):
             config = Config(dict(base.tiles) | {"ASM": assembly}, base.num_warps, base.num_stages)
             needed = linear_codes.scratch_numbers(packed, num_rows, config)
@@ -151,15 +148,15 @@ def codes(device: Device) -> Result:
     return {"wrong": wrong, "fault": "other bits" if wrong else ""}
 
 
-def attention(device: Device) -> Result:
+def attention(device: Device, kind: str, stored: torch.dtype) -> Result:
     """Queries of one sequence in chunks of all lengths: small and large tiles, shared and unshared spans."""
     heads = Heads(4, 2, 16) if device.toy else Heads(32, 8, 128)
     length = 150 if device.toy else 2100
     num_blocks, width = -(-length // 16), heads.num_heads * heads.head_dim
-    shape = (2, num_blocks, heads.num_kv_heads, 16, heads.head_dim)
-    keys, values = normal(*shape, seed=1, dtype=torch.bfloat16).to(device.name)
-    cache = LayerCache("bfloat16", keys, values)
-    query = 2 * normal(length, width, dtype=torch.bfloat16).to(device.name)
+    dtype = stored if stored in (torch.float16, torch.float32) else torch.bfloat16
+    tensors = {name: tensor.to(device.name) for name, tensor in make_cache(heads, num_blocks, 16, kind).items()}
+    cache, keys = cache_of(tensors, kind), tensors["keys"]
+    query = 2 * normal(length, width, dtype=dtype).to(device.name)
     blocks = torch.arange(num_blocks, dtype=torch.int32, device=device.name)
     kinds = (heads.num_heads, heads.num_kv_heads)
     chosen = paged.default_configs(*kinds, heads.head_dim, query.dtype, keys.dtype)
@@ -177,11 +174,9 @@ def attention(device: Device) -> Result:
 
     expected = rows_of(0, length, 0)
     wrong = []
-    ends = sorted(
-        {1, 2, 63, 64, 65, length // 2, length - 3, length, *(n for n in (511, 512, 513, 1500) if n < length)}
-    )
-    for last in ends:
-        for count in (1, 5, 16, 17, 100):
+    ends = {1, 2, 63, 64, 65, length // 2, length - 3, length, *(n for n in (511, 512, 513, 1500) if n < length)}
+    for last in (65, length) if device.toy else sorted(ends):
+        for count in (1, 17) if device.toy else (1, 5, 16, 17, 100):
             for partials in (0, 256):
                 first = max(last - count, 0)
                 if unequal(rows_of(first, last, partials), expected[first:last]):

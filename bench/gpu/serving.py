@@ -61,7 +61,8 @@ def make_request(i: int, num_prompt: int, num_new: int) -> Request:
 
 def decode(device: Device, program: CudaProgram, batch: int, context: int) -> dict[str, Any]:
     """Fill `batch` sequences to about `context` positions, then time steps in which each gets one token, drawn with
-    temperature. `idle`: the share of a step in which neither the bucket's graph nor the draw runs."""
+    temperature. `idle`: the share of a step in which neither the bucket's graph nor the draw runs. `positions`: of all
+    sequences, which a timed step reads in the mean."""
     num_steps = 6 if device.toy else STEPS
     core = make_core(program, batch, context)
     overlaps = count_overlaps(core)
@@ -69,8 +70,11 @@ def decode(device: Device, program: CudaProgram, batch: int, context: int) -> di
     for i in range(batch):
         core.add(make_request(i, length, num_steps + batch))
     began, open_prompts = time.perf_counter(), {str(i) for i in range(batch)}
+    positions = batch * length
     while open_prompts:
-        open_prompts -= set(core.step().request_ids)
+        request_ids = core.step().request_ids
+        open_prompts -= set(request_ids)
+        positions += len(request_ids)
     filled = time.perf_counter() - began
     times = []
     overlaps.clear()
@@ -89,6 +93,7 @@ def decode(device: Device, program: CudaProgram, batch: int, context: int) -> di
     seconds = counted[len(counted) // 2]
     result: dict[str, Any] = {"seconds_of_step": seconds, "tokens_per_second": batch / seconds}
     result |= {"prefill_tokens_per_second": batch * length / filled, "steps": num_steps, "overlapped": overlapped}
+    result["positions"] = positions + batch * (num_steps - 1) / 2
     if device.is_gpu:
         graph = program.whole._graphs[program.whole.bucket(batch)]
         busy = elapsed(graph.replay, 3) + elapsed(program._drawing.run, 3)
@@ -98,7 +103,7 @@ def decode(device: Device, program: CudaProgram, batch: int, context: int) -> di
 
 def job(program: CudaProgram, batch: int, num_prompt: int, num_new: int) -> float:
     """Return the seconds that `batch` requests take together, from the first prompt token to the last new one."""
-    core = make_core(program, batch, num_prompt + num_new + 1)
+    core = make_core(program, min(batch, program.max_logits), num_prompt + num_new + 1)
     for i in range(batch):
         core.add(make_request(i, num_prompt, num_new))
     began = time.perf_counter()

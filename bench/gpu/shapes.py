@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -24,6 +25,10 @@ TOY = {
     "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+
+
+RESERVE = 6 * 2**30
+"""Bytes that are left for what a program computes with, for its graphs, and for what torch takes."""
 
 
 class Layer(NamedTuple):
@@ -62,6 +67,14 @@ def num_weights(model: dict[str, Any]) -> tuple[int, int]:
     """Return the weights of the blocks' linear layers, and of the head."""
     *block, head = layers(model)
     return model["num_hidden_layers"] * sum(x.num_out * x.num_in for x in block), head.num_out * head.num_in
+
+
+def batches_that_fit(model: dict[str, Any], batches: Sequence[int], positions: int, num_bytes: int) -> tuple[int, ...]:
+    """Return those of `batches` sequences whose caches of so many positions fit into `num_bytes` beside the weights of
+    16 bits and RESERVE; the least of them in any case."""
+    blocks, head = num_weights(model)
+    room = num_bytes - RESERVE - 2 * (blocks + head * (1 if model.get("tie_word_embeddings") else 2))
+    return tuple(each for each in batches if each == min(batches) or each * positions * cache_bytes(model) <= room)
 
 
 def cache_bytes(model: dict[str, Any], item_bytes: int = 2) -> int:

@@ -233,6 +233,16 @@ def limits(seconds: float = 0.5, most_bytes: int = 2**31) -> list[Section]:
     return rows
 
 
+def default_backend() -> str:
+    """Return the backend that runs without --backend, or why none does."""
+    from headrace import backends as operators
+
+    try:
+        return operators.choose_backend("auto", "auto")[0]
+    except HeadraceError as error:
+        return f"none: {error}"
+
+
 def backends() -> Section:
     """Name the backends, models and formats that this installation has."""
     from headrace import backends as operators
@@ -242,6 +252,7 @@ def backends() -> Section:
     names = (module.name for module in pkgutil.iter_modules(formats.__path__))
     return {
         "backends": operators.names(),
+        "default": default_backend(),
         "models": models.names(),
         "formats": sorted("unquantised" if name == "none" else name for name in names),
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -14,16 +16,17 @@ from typing import Any
 import pytest
 import torch
 from bench.gpu import __main__ as program
-from bench.gpu import goals, prove, shapes, tune
+from bench.gpu import goals, prove, shapes, speed, tune
 from bench.gpu.cases import problems
 from bench.gpu.compiling import Recorder, recipe, signature
 from bench.gpu.device import Device
-from bench.gpu.engine import Law
+from bench.gpu.engine import Answers, Law
 from bench.gpu.probes import FEW_KERNELS, launched, probes
 from bench.gpu.problems import Problem, linear_problem
 from bench.gpu.report import Report, read
 
 from headrace.backends.cuda import tuned
+from headrace.backends.cuda.cache import STORED
 from headrace.backends.cuda.launch import Config
 
 
@@ -66,7 +69,7 @@ def launches(problem: Problem) -> list[Any]:
 def entries(text: str) -> list[str]:
     """The lines after @triton.jit of functions that are launched: those named by a `Kernel(...)`."""
     lines = text.splitlines()
-    jitted = [after for line, after in itertools.pairwise(lines) if line == "@triton.jit"]
+    jitted = [after for line, after in itertools.pairwise(lines) if line.startswith("@triton.jit")]
     return [line for line in jitted if f"Kernel({line.split('(')[0][4:]}," in text.replace("Kernel(\n    ", "Kernel(")]
 
 
@@ -107,22 +110,81 @@ def test_a_config_with_other_bits_is_not_taken(device: Device) -> None:
 
 
 def test_goals_are_judged(report: Report) -> None:
-    report.run("decode 8b bf16 x1", lambda: {"share": 0.9})
+    report.run("engine 8b bf16 x1", lambda: {"share": 0.9})
+    report.run("engine 8b bf16 x128", lambda: {"share": 0.8, "idle": 0.2})
     report.run("draw 256 x 128256", lambda: {"ms": 0.5})
     late = Report(report.path, time.time() - 1)
     goals.judge(late)
-    met = {item["name"]: item.get("met", item["value"]) for item in late.items[2:]}
+    met = {item["name"]: item.get("met", item["value"]) for item in late.items[3:]}
     assert len(met) == len(goals.GOALS)
     assert met.pop("goal: 8B bf16, batch 1: share of the floor") == "yes"
+    assert met.pop("goal: 8B bf16, batch 256: share of the floor") == "yes"
+    assert met.pop("goal: GPU idle, batch 256") == "no"
     assert met.pop("goal: drawing 256 rows of 128k, ms") == "no"
     assert set(met.values()) == {"not measured"}
 
 
+def test_batches_follow_the_memory() -> None:
+    fitting = functools.partial(shapes.batches_that_fit, shapes.MODELS["8b"], speed.BATCHES, speed.CONTEXT + 16)
+    assert fitting(140 * 2**30) == (1, 8, 64, 128, 256)
+    assert fitting(79 * 2**30) == (1, 8, 64, 128)
+    assert fitting(22 * 2**30) == (1,)
+    assert max(shapes.batches_that_fit(shapes.MODELS["l1b"], speed.BATCHES, speed.CONTEXT + 16, 79 * 2**30)) == 256
+
+
+def test_greedy_ids_are_compared_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(toy=True)
+    device.name = "elsewhere"
+    law, places = Law(device), list[str]()
+
+    def by_torch_ref(place: str, dtype: str) -> Answers:
+        places.append(place)
+        return law.alone()
+
+    law.reference = Answers()
+    law.reference.token_ids = {request.request_id: [5] for request in law.requests}
+    monkeypatch.setattr(law, "by_torch_ref", by_torch_ref)
+    assert law.greedy() == {"equal": 2, "close": 0, "fault": ""}
+    assert places == ["elsewhere"]
+
+
+def test_decode_and_prefill_are_compared_for_every_cache(device: Device) -> None:
+    names = {name.rpartition(" ")[2] for name, _ in probes(device) if name.startswith("decode against prefill")}
+    assert names == set(STORED)
+
+
 def test_the_page_has_every_goal() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.endswith("not measured on hardware |")]
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text().partition("## Goals")[2]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert all(row[3] in ("yes", "no", "not measured") for row in rows)
     expected = [(goal.text, f"at {'most' if goal.at_most else 'least'} {goal.bound:g}") for goal in goals.GOALS]
     assert [(row[0], row[1].split(",")[0]) for row in rows] == expected
+
+
+def test_the_page_has_the_figures_of_the_first_run() -> None:
+    root = Path(__file__).parents[2]
+    page = " ".join((root / "docs" / "gpu.md").read_text().split())
+    items: dict[str, dict[str, Any]] = {}
+    for name in ("bench", "8b", "serving", "small"):
+        record = read(root / "bench" / "results" / f"gpu-{name}.json")
+        assert record["head"]["name"] == "NVIDIA H100 80GB HBM3"
+        items |= {item["name"]: item for item in record["items"]}
+    for batch in (1, 64):
+        step, engine = items[f"decode 8b bf16 x{batch}"], items[f"engine 8b bf16 x{batch} (80 GB)"]
+        speed_of = f"{engine['tokens_per_second']:.4g}" if batch == 1 else f"{engine['tokens_per_second']:,.0f}"
+        assert f"{step['share']:.2f} ({step['share_of_gpu']:.2f}), {speed_of} tok/s" in page
+    trace, price = items["trace 8b bf16 (at most 128 sequences)"], items["price of the law 8b"]
+    assert f"{trace['tokens_per_second']:,.0f} tok/s in and out, TTFT {trace['ttft_ms_p50']:.0f} ms" in page
+    assert f"| {price['decode']:.3f} without" in page
+    assert f"| {price['prefill']:.3f} without" in page
+    assert f"| {items['draw 256 x 128256']['ms']:.2f} |" in page
+    assert f"{items['prefill 8b bf16 8192']['share']:.3f}, 31.4k" in page
+    theirs = items["transformers static l1b x256"]["seconds_of_job"]
+    ours = items["job l1b bf16 (defaults beyond the measured rows)"]["seconds_of_job"]
+    assert f"{theirs / ours:.1f}: {ours:.2f} s beside {theirs:.2f} s" in page
+    probes_of_law = read(root / "bench" / "results" / "gpu-prove.json")["items"]
+    wrong = [item["wrong"] for item in probes_of_law if item["name"].startswith("law: ") and "wrong" in item]
+    assert wrong == [0] * 5
 
 
 def test_a_failure_is_kept_and_the_stage_goes_on(report: Report) -> None:
@@ -172,6 +234,18 @@ def test_an_item_within_which_the_time_ended_did_not_fail(report: Report) -> Non
 
 def test_a_stage_takes_nine_minutes_at_most() -> None:
     assert program.SECONDS + program.GRACE < 9 * 60
+
+
+def test_stages_share_the_minutes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert program.end_of_stage(1000.0, 1000.0 + 3600) == 1000 + program.SECONDS
+    assert program.end_of_stage(1000.0, 1000.0 + 90) == 1090 - program.GRACE
+    args = argparse.Namespace(out=tmp_path, only="", toy=True, minutes=2.0)
+    assert program.supervise("tune", args, time.time() + 5) == 0
+    assert "tune: left out, the 2 minutes are over" in capsys.readouterr().out
+    assert [program.minutes(text) for text in ("15", "1.5")] == [15, 1.5]
+    for text in ("0.5", "1441", "ten", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 1440"):
+            program.minutes(text)
 
 
 def test_a_process_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

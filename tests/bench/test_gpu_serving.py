@@ -51,7 +51,7 @@ def test_every_goal_has_an_item(report: Report, device: Device) -> None:
     whole = Device(toy=True)
     whole.toy = False
     names = {name for name, _ in speed.Bench(report, whole).items()}
-    assert {goal.item for goal in goals.GOALS} <= names
+    assert all(names.intersection(goal.item.split("|")) for goal in goals.GOALS)
     assert {f"decode 8b bf16 x{batch}" for batch in (1, 8, 64, 256)} <= names
     assert {"trace 8b bf16", "flashinfer 8b decode", "flashinfer 8b prefill", "prefill 8b bf16 2048"} <= names
     assert all(any(name.startswith(word) for name in names) for word in speed.SECONDS)

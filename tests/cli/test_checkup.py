@@ -59,6 +59,12 @@ def test_a_sound_machine_is_sound() -> None:
     ("name", "verdict", "changed", "advice"),
     [
         ("native kernels", "bad", {"native": {"problem": "no native kernels"}}, "compiler"),
+        (
+            "native kernels",
+            "warn",
+            {"native": {"problem": "no native kernels"}, "backends": {"default": "cuda"}},
+            "--backend cpu: install a C++17",
+        ),
         ("instruction set", "warn", {"native": {"isas": ["scalar"]}}, "AVX2"),
         ("load", "warn", {"cpu": {"load_1min": 3.5}}, "top"),
         ("memory", "bad", {"model": {"weight_bytes": 2**34}}, "--quantization"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace import doctor
+from headrace import backends, doctor
 from headrace.backends import native
 from headrace.cli import forms
 from headrace.cli.main import app
@@ -29,6 +29,7 @@ def test_report_is_json_with_all_sections(report: dict[str, doctor.Section]) -> 
     assert report["memory"]["total_bytes"] >= report["memory"]["available_bytes"] > 0
     assert report["memory"]["read_gb_per_s"] > 0
     assert "torch_ref" in report["backends"]["backends"]
+    assert report["backends"]["default"] == backends.choose_backend("auto", "auto")[0]
     assert "llama" in report["backends"]["models"]
 
 

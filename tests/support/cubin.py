@@ -22,6 +22,9 @@ CAPABILITIES = (80, 90, 100, 120)
 SHARED_LIMITS = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes of shared memory that one program may take."""
 
+NEXT = {"bf16": 2, "f16": 2}
+"""Numbers in 32 bits; 4 of all other types."""
+
 TYPES = {
     torch.float32: "fp32",
     torch.float64: "fp64",
@@ -42,7 +45,7 @@ TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Cubin:
-    """One kernel's machine code and its resources, with its TTIR and PTX."""
+    """One kernel's machine code and its resources, with its TTIR, TTGIR and PTX."""
 
     name: str
     capability: int
@@ -50,6 +53,7 @@ class Cubin:
     stack: int
     shared: int
     ttir: str
+    ttgir: str
     ptx: str
     binary: bytes = dataclasses.field(repr=False)
 
@@ -62,6 +66,13 @@ class Cubin:
 
     def count(self, prefix: str) -> int:
         return sum(operation.startswith(prefix) for _, operation, _ in self.instructions)
+
+    def operands(self) -> list[tuple[str, int]]:
+        """Return type and `kWidth` of the operands of products that lie in registers: how many numbers next to each
+        other along K a thread holds. If they fill 32 bits, instructions sum K in the order of memory."""
+        dots = re.findall(r"= (?:tt\.dot|ttng\.warp_group_dot) [^\n]*", self.ttgir)
+        pattern = r"x([a-z]\w*), #ttg\.dot_op<\{opIdx = \d, parent = #\w+, kWidth = (\d+)\}>"
+        return [(kind, int(width)) for dot in dots for kind, width in re.findall(pattern, dot)]
 
     def loops(self, shortest: int = 32) -> list[list[str]]:
         """Return the operations of each backward branch's range, the longest loop first."""
@@ -90,6 +101,8 @@ def compiled(launch: Launch, capability: int) -> Cubin:
         if isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
             attributes[place,] = [["tt.divisibility", 16]]
+        elif parameters[name].do_not_specialize:
+            signature[name] = "i32"
         elif parameters[name].is_constexpr or value is None or (value == 1 and isinstance(value, int)):
             # As at run time: None and 1 become constants.
             signature[name] = "constexpr"
@@ -117,6 +130,7 @@ def compiled(launch: Launch, capability: int) -> Cubin:
         stack=int(resources[2]),
         shared=int(kernel.metadata.shared),
         ttir=str(kernel.asm["ttir"]),
+        ttgir=str(kernel.asm["ttgir"]),
         ptx=str(kernel.asm["ptx"]),
         binary=kernel.asm["cubin"],
     )
@@ -124,7 +138,7 @@ def compiled(launch: Launch, capability: int) -> Cubin:
 
 def faults(cubin: Cubin) -> list[str]:
     """Return what no kernel may have: a stack, where spilled registers lie, too much shared memory, arithmetic on
-    bfloat16."""
+    bfloat16, products that sum K in another order than that of memory."""
     listed = []
     if cubin.stack:
         listed.append(f"stack of {cubin.stack} bytes, {cubin.count('LDL')} LDL, {cubin.count('STL')} STL")
@@ -132,6 +146,8 @@ def faults(cubin: Cubin) -> list[str]:
         listed.append(f"{cubin.shared} bytes of shared memory, {SHARED_LIMITS[cubin.capability]} at most")
     if arithmetic := re.findall(r"arith\.(?:add|sub|mul|div)f [^\n]*bf16", cubin.ttir):
         listed.append(f"arithmetic on bfloat16: {arithmetic[0]}")
+    if others := sorted({each for each in cubin.operands() if each[1] != NEXT.get(each[0], 4)}):
+        listed.append(f"K out of order, operands in registers: {others}")
     return [f"{cubin.name} on sm_{cubin.capability}: {fault}" for fault in listed]
 
 

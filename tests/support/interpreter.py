@@ -75,6 +75,7 @@ def mended() -> Iterator[None]:
         (interpreter, "_get_np_dtype", _numpy_dtype),
         (interpreter.InterpreterBuilder, "create_dot", dot),
         (JITFunction, "__call__", _call),
+        (tl, "map_elementwise", lambda function, *x: function(*x)),
         (core, "_type_for_tuple_values", _type_of),
         (core, "_unwrap_shape", _shape),
     ]

@@ -8,6 +8,7 @@ import torch
 from tests.support.interpreter import run_interpreted
 from torch import Tensor
 
+from headrace.backends.cuda.kernels.linear import Scratch
 from headrace.backends.cuda.launch import Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,3 +64,14 @@ def assert_twin_agrees(make: Maker, outputs: Mapping[str, Tensor], tolerance: fl
     for name in outputs:
         assert_close(actual[name], expected[name], tolerance)
         assert torch.equal(actual[name].nan_to_num(), again[name].nan_to_num()), f"{name} depends on the order"
+
+
+def assert_scratch_holds(make: Callable[[Scratch], Launch], needed: tuple[int, int]) -> None:
+    """A launch that `make` returns, over scratch of the `needed` numbers, writes nothing behind it."""
+    assert all(needed), "nothing is summed in parts"
+    memory, counts = torch.full((8 * needed[0],), 7.0), torch.full((8 * needed[1],), 5, dtype=torch.int32)
+    scratch = Scratch(memory[: needed[0]], counts[: needed[1]].zero_())
+    run_interpreted(make(scratch))
+    assert (memory[needed[0] :] == 7).all(), "sums were written behind the scratch"
+    assert (counts[needed[1] :] == 5).all(), "programs were counted behind the scratch"
+    assert not scratch.arrived.any()

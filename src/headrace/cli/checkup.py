@@ -81,8 +81,12 @@ def native(report: Report) -> Iterator[Check]:
     state = report["native"]
     if "problem" in state:
         remedy = "install a C++17 compiler and install headrace again; until then it computes with torch, slowly"
-        unknown = env.isa() is not None
-        yield Check("native kernels", "bad", state["problem"], "unset HEADRACE_ISA" if unknown else remedy)
+        if env.isa() is not None:
+            remedy = "unset HEADRACE_ISA"
+        verdict = "bad"
+        if report["backends"].get("default") == "cuda":
+            verdict, remedy = "warn", f"none for backend cuda, which runs here; for --backend cpu: {remedy}"
+        yield Check("native kernels", verdict, state["problem"], remedy)
         return
     best = state["isas"][-1]
     yield Check("native kernels", "ok", f"{', '.join(state['isas'])}; {state['threads']} threads")

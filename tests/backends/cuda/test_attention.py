@@ -22,7 +22,7 @@ from headrace.backends.base import Scoring
 from headrace.backends.cuda.cache import STORED, LayerCache
 from headrace.backends.cuda.kernels import attention as kernel
 from headrace.backends.cuda.kernels import spans
-from headrace.backends.cuda.launch import Config, Launch
+from headrace.backends.cuda.launch import Config, Kernel, Launch
 from headrace.backends.step import Chunks
 from headrace.backends.torch_ref.attention import attention as reference
 from headrace.backends.torch_ref.batch import make_forward_batch
@@ -387,3 +387,30 @@ def test_prefill_uses_wgmma_and_keys_are_loaded_by_sixteen_bytes() -> None:
         for loop in cubin.loops():
             assert not [name for name in loop if name.startswith(("LDG.E.U16", "LDS.U16"))]
         assert not faults(cubin)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", [kernel.FEW, kernel.MANY], ids=["few", "many"])
+def test_keys_of_eight_bits_are_multiplied_in_the_order_of_those_of_sixteen(kind: Kernel) -> None:
+    """On an H100 decode and prefill differed where the compiler had made it another one."""
+    few = [one for one in launches() if one.kernel is kind and one.arguments["keys"].dtype == torch.int8]  # type: ignore[union-attr]
+    for launch in few:
+        if launch.config.fits(90):
+            assert set(compiled(launch, 90).operands()) == {("bf16", 2)}
+
+
+def test_another_order_of_k_is_found(tmp_path: Path) -> None:
+    """The compiler's own choice for keys of 8 bits, with the tile of 32 rows that had other bits on an H100."""
+    launch = next(one for one in launches() if one.arguments["keys"].dtype == torch.int8)  # type: ignore[union-attr]
+    plain = variant(tmp_path / "plain", ("= opaque(", "= ("))
+    seen = compiled(dataclasses.replace(launch, kernel=plain.MANY, config=Config({"BM": 32}, 8, 2)), 90)
+    assert set(seen.operands()) == {("bf16", 2), ("bf16", 4)}
+    assert any("out of order" in fault for fault in faults(seen))
+
+
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_no_large_tile_is_too_small_for_wgmma_on_hopper(cache: torch.dtype) -> None:
+    for head_dim in (64, 128):
+        rows = [c.tiles["BM"] for c in kernel.configs(kernel.MANY, 32, 8, head_dim, torch.bfloat16, cache, 90)]
+        assert rows == [64]
+        assert kernel.configs(kernel.MANY, 32, 8, head_dim, torch.bfloat16, cache, 120)

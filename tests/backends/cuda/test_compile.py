@@ -1,5 +1,5 @@
 """Kernels compile for GPUs that need not be here, and their machine code has no stack, where spilled registers would
-lie, no more shared memory than there is, and no arithmetic on bfloat16.
+lie, no more shared memory than there is, no arithmetic on bfloat16, and no products out of the order of K.
 
 `make test` compiles, for Hopper (sm_90), each configuration that is taken (the defaults, and those that files in
 `tuned` name) of every third file of kernels, and some of the heaviest for Ampere (sm_80) and

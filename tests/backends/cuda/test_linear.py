@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from tests.support.cubin import compiled, faults
 from tests.support.interpreter import run_interpreted
-from tests.support.kernels import DTYPES, assert_close, assert_twin_agrees, backwards, poisoned, written
+from tests.support.kernels import (
+    DTYPES,
+    assert_close,
+    assert_scratch_holds,
+    assert_twin_agrees,
+    backwards,
+    poisoned,
+    written,
+)
 from torch import Tensor
 
 from headrace.backends.cuda.kernels import linear as module
@@ -167,6 +175,26 @@ def test_sums_are_added_in_order_whoever_arrives_last() -> None:
         results.append(out)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_step_longer_than_the_bucket_stays_within_the_scratch() -> None:
+    inputs = problem(torch.bfloat16, 1100, 40, False, num_rows=40)
+    config = module.default(inputs["weight"], 16)
+    out = poisoned(40, 40, dtype=torch.float32)
+
+    def make(scratch: Scratch) -> Launch:
+        return linear(
+            inputs["x"], inputs["weight"], out, sizes(40), 2, 16, num_programs=3, scratch=scratch, config=config
+        )
+
+    assert_scratch_holds(make, scratch_numbers(inputs["weight"], 16, config))
+    assert out[:16].isfinite().all()
+    assert out[16:].isnan().all()
+    again = poisoned(40, 40, dtype=torch.float32)
+    launch = linear(inputs["x"], inputs["weight"], again, sizes(40), 2, 16, num_programs=3, config=config,
+                    scratch=scratch_for(inputs["weight"], 16, False, config))  # fmt: skip
+    launch.run_twin()
+    assert again[16:].isnan().all()
 
 
 def test_scratch_that_is_too_small_is_refused() -> None:

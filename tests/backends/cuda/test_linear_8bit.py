@@ -11,7 +11,7 @@ import torch
 from tests.backends.cuda.test_linear import ROWS, meta, sizes
 from tests.support.cubin import compiled, faults
 from tests.support.interpreter import run_interpreted
-from tests.support.kernels import assert_close, assert_twin_agrees, poisoned, written
+from tests.support.kernels import assert_close, assert_scratch_holds, assert_twin_agrees, poisoned, written
 from torch import Tensor
 
 from headrace.backends.cuda.kernels import linear as dense
@@ -110,6 +110,19 @@ def test_the_kernel_writes_what_its_twin_writes(grouped: bool, tall: int, gated:
         exact = exact + x[:, :num_out].double()
     assert_close(result[: ROWS - 2], exact[: ROWS - 2])
     assert result[ROWS - 2 :].isnan().all()
+
+
+def test_a_step_longer_than_the_bucket_stays_within_the_scratch() -> None:
+    rows, row_scales = rows_of(inputs(1104, 40), False)
+    weight, scales = weights(40, 1104, False, 1)
+    config, out = module.default(weight, 16, False, False), poisoned(40, 40, dtype=torch.float32)
+
+    def make(scratch: Scratch) -> Launch:
+        return linear_8bit(rows, row_scales, weight, scales, out, sizes(40), 2, 16, num_programs=3, scratch=scratch)
+
+    assert_scratch_holds(make, dense.scratch_numbers(weight, 16, config))
+    assert out[:16].isfinite().all()
+    assert out[16:].isnan().all()
 
 
 def broken_law(grouped: bool, mode: str, span_by_rows: bool = False) -> list[str]:

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from headrace.backends.cuda import tuned
+from headrace.backends.cuda.kernels import attention, linear
 from headrace.backends.cuda.kernels.linear import KERNEL
 
 CONFIGS = KERNEL.configs
 BY_ROWS = {"16": CONFIGS[1].name, "64": CONFIGS[5].name}
 
 
-@pytest.mark.parametrize(("num_rows", "place"), [(1, 1), (16, 1), (17, 5), (64, 5), (8192, 5)])
-def test_the_least_bucket_that_holds_the_rows_else_the_largest(num_rows: int, place: int) -> None:
+@pytest.mark.parametrize(("num_rows", "place"), [(1, 1), (16, 1), (17, 5), (64, 5), (65, 0), (8192, 0)])
+def test_the_least_bucket_that_holds_the_rows_else_the_default(num_rows: int, place: int) -> None:
     assert tuned.pick(BY_ROWS, num_rows, CONFIGS, CONFIGS[0]) is CONFIGS[place]
 
 
@@ -43,8 +44,32 @@ def test_a_file_is_read_and_a_broken_one_is_not_used(tmp_path: Path, caplog: pyt
     assert tuned.read("a100", tmp_path) == {}
 
 
-def test_files_name_configs_that_exist() -> None:
-    names = {config.name for config in CONFIGS}
-    for path in tuned.FOLDER.glob("*.json"):
-        for by_rows in tuned.read(path.stem).get(KERNEL.name, {}).values():
-            assert set(by_rows.values()) <= names
+def suited(kernel: str, shape: str) -> set[str]:
+    """Return the names of the configs of a kernel that suit a shape of a file, on Hopper."""
+    size, *words = shape.split()
+    if kernel.startswith("attention"):
+        groups, head_dim = size.split("x")
+        heads, kv_heads = map(int, groups.split("/"))
+        types = [getattr(torch, word) for word in words]
+        chosen = attention.FEW if kernel == "attention few" else attention.MANY
+        return {config.name for config in attention.configs(chosen, heads, kv_heads, int(head_dim), *types)}
+    assert (kernel, words[0]) == ("_linear", "bfloat16"), "say here which configs suit"
+    weight = torch.empty(*map(int, size.split("x")), dtype=torch.bfloat16, device="meta")
+    return {config.name for config in KERNEL.configs if config.fits(90) and linear.suits(config, weight)}
+
+
+def test_files_name_configs_that_suit_their_shapes() -> None:
+    paths = list(tuned.FOLDER.glob("*.json"))
+    assert paths
+    for path in paths:
+        for kernel, shapes in tuned.read(path.stem).items():
+            for shape, by_rows in shapes.items():
+                assert set(by_rows.values()) <= suited(kernel, shape), (path.name, kernel, shape)
+
+
+def test_a_gpu_finds_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(tuned, "gpu_name", tuned.gpu_name.__wrapped__)
+    shape = tuned.matrix_shape(2048, 2048, "bfloat16", False)
+    chosen = [tuned.choose(torch.device("cuda"), KERNEL.name, shape, n, CONFIGS, CONFIGS[-1]) for n in (250, 8192)]
+    assert [config.name for config in chosen] == ["BR=64 BN=128 BK=64 SWAP=1 APART=1 BAND=1 w4 s4", CONFIGS[-1].name]

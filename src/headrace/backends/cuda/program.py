@@ -25,7 +25,7 @@ from headrace.backends.cuda.kernels import attention, spans
 from headrace.backends.cuda.launch import Config, Work
 from headrace.backends.cuda.ops import CudaOps
 from headrace.backends.cuda.ranks import CudaRankOps
-from headrace.backends.cuda.replay import Replay
+from headrace.backends.cuda.replay import Bind, Replay
 from headrace.backends.cuda.staging import Mark, Staging, to_host
 from headrace.backends.cuda.tape import StepTensors, Tape
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Value
@@ -133,9 +133,9 @@ class CudaProgram:
         self._tile_rows = tile_rows(graph, ops.dtype, ops.device)
         self.tape = self._make_tape(graph, outside, ops)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
-        self.whole = Replay(self._bind_whole, bucket_sizes(max_rows), device)
-        self._body = Replay(self._bind_body, bucket_sizes(max_rows), device)
-        self.head = Replay(self._bind_head, bucket_sizes(max_chunks), device)
+        self.whole = self._replay(self._bind_whole, max_rows)
+        self._body = self._replay(self._bind_body, max_rows)
+        self.head = self._replay(self._bind_head, max_chunks)
         self.tape.reserve([self._most(size) for size in bucket_sizes(max_rows)])
         self._final = self._record_final(ops)
         ops.begin()
@@ -163,6 +163,10 @@ class CudaProgram:
     def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], ops: CudaOps | CudaRankOps) -> Tape:
         most = {ROWS: self.max_rows, SEQS: self.max_logits, LOGITS: self.max_logits}
         return Tape(graph, most, self._step, ops.dtype, outside, ops.device, num_programs(ops.device), self._partials)
+
+    def _replay(self, bind: Bind, most: int) -> Replay:
+        # The first item has the numbers of items.
+        return Replay(bind, bucket_sizes(most), self._device, (self._step.sizes, self._step.items[:1]))
 
     @property
     def num_bytes(self) -> int:
@@ -298,7 +302,7 @@ class CudaProgram:
         def bind(size: int) -> list[Work]:
             return tape.bind(0, len(tape.nodes), {ROWS: self.max_rows, LOGITS: size})
 
-        return Replay(bind, bucket_sizes(self.max_logits), self._device), out[:, : final.width]
+        return self._replay(bind, self.max_logits), out[:, : final.width]
 
     def features(self, rows: list[int]) -> F32:
         if self._streams:

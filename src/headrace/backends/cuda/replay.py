@@ -7,11 +7,13 @@ one serves its step. Knows launches; must not know chunks. Called by `program`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rich.progress import track
+from torch import Tensor
 
 from headrace.backends.cuda.launch import Work
 
@@ -24,11 +26,12 @@ class Replay:
     Args:
         bind: returns the launches for a bucket.
         sizes: the buckets, ascending; each holds steps of at most so many rows.
+        counts: numbers of rows and of items in device memory, from which launches take how much a step has to do.
     """
 
-    def __init__(self, bind: Bind, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, bind: Bind, sizes: Sequence[int], device: torch.device, counts: Sequence[Tensor]) -> None:
         self.sizes = list(sizes)
-        self._bind, self._device = bind, device
+        self._bind, self._device, self._counts = bind, device, counts
         self._launches: dict[int, list[Work]] = {}
         self._graphs: dict[int, Any] = {}
         self._pool: Any = None
@@ -66,13 +69,13 @@ class Replay:
         return self._launches[size]
 
     def capture(self, size: int) -> None:
-        """Record the bucket's launches in a CUDA graph. Memory is shared among the graphs."""
+        """Record the bucket's launches in a CUDA graph, whatever step came last. Memory is shared among the graphs."""
         launches = self.launches(size)
-        # A run outside the capture compiles and loads the kernels. It repeats the last step, or has no rows.
+        # A run outside the capture compiles and loads the kernels.
         stream = torch.cuda.Stream(self._device)
         # The larger bucket's replay may still run: both write the same buffers.
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), self._without_rows():
             for launch in launches:
                 launch.run_gpu()
         torch.cuda.synchronize(self._device)
@@ -82,6 +85,18 @@ class Replay:
                 launch.run_gpu()
         self._pool = self._pool or graph.pool()
         self._graphs[size] = graph
+
+    @contextmanager
+    def _without_rows(self) -> Iterator[None]:
+        """Let launches find nothing to do: the last step may have had more rows than the bucket has scratch for."""
+        of_step = [count.clone() for count in self._counts]
+        for count in self._counts:
+            count.zero_()
+        try:
+            yield
+        finally:
+            for count, number in zip(self._counts, of_step, strict=True):
+                count.copy_(number)
 
     def close(self) -> None:
         self._graphs.clear()

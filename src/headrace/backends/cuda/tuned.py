@@ -1,7 +1,8 @@
 """Configs that were measured to be the fastest, by GPU, kernel, shape and rows.
 
 `tuned/<gpu>.json` is written by `python -m bench.gpu tune`. All configs of a kernel give the same bits, so the choice
-may follow the rows of a bucket. A shape that no file has gets the kernel's default. Called by `tape` and `program`.
+may follow the rows of a bucket. A shape that no file has, and more rows than were measured, get the kernel's default.
+Called by `tape` and `program`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def choose(
     device: torch.device, kernel: str, shape: str, num_rows: int, configs: Sequence[Config], default: Config
 ) -> Config:
     """Return the config of `configs` that was the fastest for the shape, in the least measured bucket that holds
-    `num_rows`, else in the largest; `default` where nothing was measured."""
+    `num_rows`; `default` where none was measured."""
     if device.type != "cuda":
         return default
     by_rows = read(gpu_name(device)).get(kernel, {}).get(shape, {})
@@ -39,11 +40,9 @@ def choose(
 
 def pick(by_rows: Mapping[str, str], num_rows: int, configs: Sequence[Config], default: Config) -> Config:
     """Return the config named for `num_rows`; `default` where there is none, or none of that name any more."""
-    buckets = sorted(map(int, by_rows))
-    if not buckets:
-        return default
-    bucket = next((bucket for bucket in buckets if bucket >= num_rows), buckets[-1])
-    return next((config for config in configs if config.name == by_rows[str(bucket)]), default)
+    # The best of few rows may split K, whose scratch for many rows is large.
+    bucket = min((bucket for bucket in map(int, by_rows) if bucket >= num_rows), default=None)
+    return next((config for config in configs if config.name == by_rows.get(str(bucket))), default)
 
 
 @functools.cache

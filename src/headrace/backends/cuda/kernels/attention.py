@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.kernels.rows import opaque
 from headrace.backends.cuda.kernels.spans import ITEM, SPAN, TILE, Scratch, group_rows
 from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
@@ -71,7 +72,7 @@ def _add_tiles(
             k = tl.load(keys + place, mask=inside, other=0.0)
             v = tl.load(values + place, mask=inside, other=0.0)
         if k.dtype != q.dtype:
-            k = k.to(tl.float32).to(q.dtype)
+            k = opaque(k.to(tl.float32).to(q.dtype))
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         if key_scales is not None:
             s *= tl.load(key_scales + slot, mask=at < end, other=0.0)[None, :]
@@ -93,7 +94,7 @@ def _add_tiles(
         if value_scales is not None:
             weights = (p * tl.load(value_scales + slot, mask=at < end, other=0.0)[None, :]).to(q.dtype)
         if v.dtype != q.dtype:
-            v = v.to(tl.float32).to(q.dtype)
+            v = opaque(v.to(tl.float32).to(q.dtype))
         o = tl.dot(weights, v, o * before[:, None], input_precision="ieee")
         top = most
     return top, total, o
@@ -341,7 +342,9 @@ def configs(
     elif head_dim > 128:
         suited = _configs((16, 8, 3), (16, 8, 1)) if kernel is FEW else _configs((32, 8, 2, 80, 90, 100), (32, 8, 1))
     elif cache.itemsize == 1:
-        suited = _configs((16, 8, 5), (16, 8, 3)) if kernel is FEW else _configs((64, 8, 2, 80, 90, 100), (32, 8, 2))
+        suited = (
+            _configs((16, 8, 5), (16, 8, 3)) if kernel is FEW else _configs((64, 8, 2, 90, 100), (32, 8, 2, 80, 120))
+        )
     elif head_dim <= 64 and kernel is MANY:
         suited = _configs((128, 8, 3, 90), (64, 8, 2), (64, 8, 3, 80, 90), (128, 8, 5, 90))
     else:

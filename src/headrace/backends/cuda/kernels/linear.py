@@ -102,16 +102,17 @@ def in_order(acc, acc_up, partial, arrived, item, SPANS: tl.constexpr, GATED: tl
     return acc, acc_up, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows"])
 def _linear(
-    x, ld_x, weight, ld_weight, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived, K, N, SPAN,
-    DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
+    x, ld_x, weight, ld_weight, bias, residual, ld_residual, out, ld_out, sizes, most_rows, partial, arrived, K, N,
+    SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr,
     BAND: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = BN // 2 if GATED else BN
     SHARES: tl.constexpr = SPANS if APART else 1
-    rows = tl.load(sizes + DIM)
+    # Scratch has room for the rows of the launch's bucket alone.
+    rows = tl.minimum(tl.load(sizes + DIM), most_rows)
     row_tiles = tl.cdiv(rows, BR)
     col_tiles = tl.cdiv(N, COLS)
     k = tl.arange(0, BK)[None, :]
@@ -154,7 +155,7 @@ def _linear(
 
 
 def _twin(a: Arguments) -> None:
-    rows = int(a.sizes[a.DIM])
+    rows = min(int(a.sizes[a.DIM]), a.most_rows)
     spans = [(first, min(first + a.SPAN, a.K)) for first in range(0, a.K, a.SPAN)]
     v = sum_of_spans([(a.x[:rows, first:last].float(), a.weight[:, first:last].float()) for first, last in spans])
     a.out[:rows, : a.N] = finished(v, a.bias, a.residual, a.N, a.ACT, a.GATED)
@@ -276,8 +277,9 @@ def num_tiles(num_out: int, num_rows: int, config: Config) -> int:
 
 
 def arguments(
-    x: Tensor, num_out: int, out: Tensor, sizes: Tensor, dim: int, needed: tuple[int, int], scratch: Scratch | None,
-    bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool, num_whole: int,
+    x: Tensor, num_out: int, out: Tensor, sizes: Tensor, dim: int, num_rows: int, needed: tuple[int, int],
+    scratch: Scratch | None, bias: Tensor | None, residual: Tensor | None, activation: Activation | None, gated: bool,
+    num_whole: int,
 ) -> dict[str, Argument]:  # fmt: skip
     """Return the arguments that all kernels of linear layers take. Raises ValueError for scratch of less than `needed`
     numbers."""
@@ -288,9 +290,9 @@ def arguments(
     return {
         "x": x, "ld_x": x.stride(0), "bias": bias, "residual": residual,
         "ld_residual": 0 if residual is None else residual.stride(0), "out": out, "ld_out": out.stride(0),
-        "sizes": sizes, "partial": partial, "arrived": arrived, "K": num_in, "N": num_out // 2 if gated else num_out,
-        "SPAN": span_of(num_whole, num_in), "DIM": dim, "SPANS": num_spans(num_whole, num_in), "ACT": activation or "",
-        "GATED": gated,
+        "sizes": sizes, "most_rows": num_rows, "partial": partial, "arrived": arrived, "K": num_in,
+        "N": num_out // 2 if gated else num_out, "SPAN": span_of(num_whole, num_in), "DIM": dim,
+        "SPANS": num_spans(num_whole, num_in), "ACT": activation or "", "GATED": gated,
     }  # fmt: skip
 
 
@@ -314,15 +316,17 @@ def linear(
     """act(x [R, K] weight [N, K]^T + bias [N]) + residual [R, N] -> out [R, N], sums in float32.
 
     gated: weight [2 N, K], and out = act(first half) * second half. out may be the residual, and float32. sizes: int32
-    in device memory; `sizes[dim]` rows count, at most `num_rows`. num_programs: multiprocessors of the GPU.
-    scratch: at least `scratch_numbers`, where these are not 0. num_whole: outputs of the matrix that weight is a part
-    of, whose spans it has; 0: it is no part.
+    in device memory; `sizes[dim]` rows count, and no more than `num_rows` of them. num_programs: multiprocessors of the
+    GPU. scratch: at least `scratch_numbers`, where these are not 0. num_whole: outputs of the matrix that weight is a
+    part of, whose spans it has; 0: it is no part.
     """
     config = config or default(weight, num_rows, gated, num_whole)
     needed = scratch_numbers(weight, num_rows, config, num_whole)
     (num_out, num_in), tiles = weight.shape, config.tiles
     items = num_tiles(num_out, num_rows, config) * (num_spans(num_whole or num_out, num_in) if tiles["APART"] else 1)
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
+    values = arguments(
+        x, num_out, out, sizes, dim, num_rows, needed, scratch, bias, residual, activation, gated, num_whole
+    )
     values |= {"weight": weight, "ld_weight": weight.stride(0), "WHOLE": num_in % tiles["BK"] == 0}
     return Launch(KERNEL, (min(items, num_programs * _resident(config, weight.element_size())),), values, config)
 

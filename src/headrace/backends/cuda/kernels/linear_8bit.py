@@ -124,16 +124,16 @@ def _sum(x, x_at, x_scales, ld_x_scales, row, w, w_at, w_scales, ld_w_scales, n,
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows"])
 def _linear_8bit(
     x, ld_x, x_scales, ld_x_scales, weight, ld_weight, w_scales, ld_w_scales, bias, residual, ld_residual, out, ld_out,
-    sizes, partial, arrived, K, N, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr,
+    sizes, most_rows, partial, arrived, K, N, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, GROUPED: tl.constexpr, TALL: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = BN // 2 if GATED else BN
     SHARES: tl.constexpr = SPANS if APART else 1
-    rows = tl.load(sizes + DIM)
+    rows = tl.minimum(tl.load(sizes + DIM), most_rows)
     row_tiles = tl.cdiv(rows, BR)
     col_tiles = tl.cdiv(N, COLS)
     program = tl.program_id(0)
@@ -181,7 +181,7 @@ def _linear_8bit(
 
 
 def _twin(a: Arguments) -> None:
-    rows = int(a.sizes[a.DIM])
+    rows = min(int(a.sizes[a.DIM]), a.most_rows)
     x, weight = a.x[:rows, : a.K].float(), a.weight.float()
     pieces = [(slice(first, min(first + PIECE, a.K)), first // PIECE) for first in range(0, a.K, PIECE)]
     total = torch.zeros((), device=a.x.device)
@@ -266,7 +266,9 @@ def linear_8bit(
     num_out, num_in = weight.shape
     num_shares = num_spans(num_whole or num_out, num_in) if config.tiles["APART"] else 1
     items = num_tiles(num_out, num_rows, config) * num_shares
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
+    values = arguments(
+        x, num_out, out, sizes, dim, num_rows, needed, scratch, bias, residual, activation, gated, num_whole
+    )
     values |= {
         "x_scales": x_scales, "ld_x_scales": x_scales.stride(0), "weight": weight, "ld_weight": weight.stride(0),
         "w_scales": w_scales, "ld_w_scales": w_scales.stride(0), "GROUPED": grouped,

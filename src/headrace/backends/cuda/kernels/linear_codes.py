@@ -35,6 +35,7 @@ from headrace.backends.cuda.kernels.linear import (
     place,
     sum_of_spans,
 )
+from headrace.backends.cuda.kernels.rows import opaque
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
@@ -182,7 +183,7 @@ def _sum(x, x_at, k, codes, q_at, scales, mins, s_at, first, last, acc, K, ALL, 
                 a = tl.load(x + at + x_at)
             else:
                 a = tl.load(x + at + x_at, mask=at + k < K, other=0.0)
-            w = _eight(tl.load(codes + at + q_at), scales, s_at + (at // H if GROUPS else 0) * ALL, TO)
+            w = _eight(opaque(tl.load(codes + at + q_at)), scales, s_at + (at // H if GROUPS else 0) * ALL, TO)
             acc = tl.dot(w, tl.trans(a), acc)
     else:
         for at in tl.range(first, last, 4 * H):
@@ -198,15 +199,16 @@ def _sum(x, x_at, k, codes, q_at, scales, mins, s_at, first, last, acc, K, ALL, 
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_rows"])
 def _linear_codes(
-    x, ld_x, codes, ld_codes, scales, mins, bias, residual, ld_residual, out, ld_out, sizes, partial, arrived,
-    K, N, ALL, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, H: tl.constexpr,
-    EACH: tl.constexpr, GROUPS: tl.constexpr, EIGHT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    UNPACK: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr,
+    x, ld_x, codes, ld_codes, scales, mins, bias, residual, ld_residual, out, ld_out, sizes, most_rows, partial,
+    arrived, K, N, ALL, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    H: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr, EIGHT: tl.constexpr, LOW: tl.constexpr,
+    HIGH: tl.constexpr, UNPACK: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = BN // 2 if GATED else BN
-    rows = tl.load(sizes + DIM)
+    rows = tl.minimum(tl.load(sizes + DIM), most_rows)
     row_tiles = tl.cdiv(rows, BR)
     col_tiles = tl.cdiv(N, COLS)
     program = tl.program_id(0)
@@ -379,7 +381,7 @@ def _words(numbers: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 def _twin(a: Arguments) -> None:
-    rows = int(a.sizes[a.DIM])
+    rows = min(int(a.sizes[a.DIM]), a.most_rows)
     weight = _dense(a, a.x.dtype).float()
     spans = [(first, min(first + a.SPAN, a.K)) for first in range(0, a.K, a.SPAN)]
     v = sum_of_spans([(a.x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
@@ -419,10 +421,10 @@ WIDEN = Kernel(_widen, _widen_twin, (Config({"COLS": 32, "ASM": 1}, 4, 1),), fus
 
 def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
     """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90, and no register
-    spills on sm_100, which is known from compiling all with Triton 3.6 (3.7 spills fewer)."""
+    spills on sm_100 or sm_120, which is known from compiling all with Triton 3.6 (3.7 spills fewer)."""
     rows, columns = config.tiles["BR"], config.tiles["BN"]
     if weight.eight:
-        spills = (rows, columns) == (32 if gated else 64, 128)
+        spills = columns == 128 and rows in ((32,) if gated else (16, 64))
     elif weight.book and weight.step == WIDEST:
         spills = not gated and rows < 64 and columns == 128
     else:
@@ -484,6 +486,8 @@ def linear_codes(
     config = config or default(weight, num_rows, gated)
     needed = scratch_numbers(weight, num_rows, config, num_whole)
     items = num_tiles(num_out, num_rows, config) * num_spans(num_whole or num_out, num_in)
-    values = arguments(x, num_out, out, sizes, dim, needed, scratch, bias, residual, activation, gated, num_whole)
+    values = arguments(
+        x, num_out, out, sizes, dim, num_rows, needed, scratch, bias, residual, activation, gated, num_whole
+    )
     values |= weight.arguments() | {"WHOLE": num_in % (weight.step * (1 if weight.eight else 4)) == 0}
     return [Launch(KERNEL, (min(items, num_programs * (16 // config.num_warps)),), values, config)]

@@ -76,6 +76,20 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def _same(x):
+    return x
+
+
+@triton.jit
+def opaque(x):
+    """`x` as it is, so that the compiler does not see how it was made.
+
+    An operand of the tensor cores that was loaded as 8 bits gets another layout (`kWidth`): each instruction sums other
+    K, and the sums have other bits."""
+    return tl.map_elementwise(_same, x)
+
+
+@triton.jit
 def _gather(
     x, ld_x, ids, out, ld_out, sizes, width, scale, DIM: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
