@@ -53,7 +53,7 @@ _HOMES = {
     "BeamSearchParams": "headrace.protocol.beam",
     "CompletionOutput": "headrace.text.outputs",
     "EngineArgs": "headrace.llm",
-    "LoRARequest": "headrace.llm",
+    "LoRARequest": "headrace.protocol.adapters",
     "RequestOutput": "headrace.text.outputs",
     "SamplingParams": "headrace.protocol.params",
     "StructuredOutputsParams": "headrace.protocol.constraints",

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeAlias
 from headrace.core.journal import Journal
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
-from headrace.core.sequence import NEVER
-from headrace.protocol.adapters import AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter
+from headrace.core.sequence import NEVER, Status
+from headrace.protocol.adapters import AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter, base_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -157,7 +157,12 @@ class EngineCore:
                 raise RequestError("enable_lora", False, "true for an engine that takes adapters")
             if isinstance(order, LoadAdapter):
                 return AdapterReply(self.adapters.load(order.path))
-            users = [seq for seq in self.scheduler.sequences.values() if seq.request.adapter == order.digest]
+            # One that has ended and is not reported yet is no user, unless a step of it may still be computed.
+            users = [
+                seq
+                for seq in self.scheduler.sequences.values()
+                if (self._tickets or seq.status is not Status.FINISHED) and base_of(seq.request.adapter) == order.digest
+            ]
             if users:
                 raise RequestError("lora_name", order.digest[:12], f"one that no request uses; {len(users)} do")
             self.adapters.unload(order.digest)

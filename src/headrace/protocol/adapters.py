@@ -2,14 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import dataclasses
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
 
 import msgspec
 
 from headrace.protocol.errors import RequestError
 
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRARequest:
+    """An adapter for the calls of `LLM` and `AsyncLLM`, as in vLLM: the folder `lora_path` is read at its first use,
+    and once more where others took its place. The name and the number are the caller's own."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class RecentPaths:
+    """The digests of adapters by their paths, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def use(self, path: str) -> str | None:
+        """Return the digest of an adapter that is used now, None for one that is not loaded."""
+        digest = self._digests.pop(path, None)
+        if digest is not None:
+            self._digests[path] = digest
+        return digest
+
+    def add(self, path: str, digest: str) -> None:
+        self._digests[path] = digest
+
+    def idle(self, used: Collection[str]) -> list[str]:
+        """Return the digests that are not among `used`, the least recently used first."""
+        return list(dict.fromkeys(digest for digest in self._digests.values() if digest not in used))
+
+    def forget(self, digest: str) -> None:
+        self._digests = {path: each for path, each in self._digests.items() if each != digest}
+
+
+def check_request(value: Any) -> str:
+    """Return the path of a `LoRARequest`, "" for None. Raises `RequestError` for anything else."""
+    if value is None:
+        return ""
+    if not isinstance(value, LoRARequest):
+        raise RequestError("lora_request", value, "a LoRARequest, or one for each prompt")
+    if not isinstance(value.lora_path, str) or not value.lora_path:
+        raise RequestError("lora_request.lora_path", value.lora_path, "the path of an adapter")
+    return value.lora_path
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
@@ -45,6 +92,29 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     rank: int
     num_layers: int
     base: str = ""
+
+
+def scaled(digest: str, scale: float) -> str:
+    """Return the name of an adapter whose product is multiplied by `scale`, which requests give in place of the
+    digest."""
+    return digest if scale == 1 else f"{digest}@{scale.hex()}"
+
+
+def base_of(adapter: str) -> str:
+    """Return the digest in a name of `scaled`."""
+    return adapter.partition("@")[0]
+
+
+def scale_of(adapter: str) -> float | None:
+    """Return the scale in a name of `scaled`; None where it is none, or not written as `scaled` does."""
+    _, at, text = adapter.partition("@")
+    if not at:
+        return 1.0
+    try:
+        scale = float.fromhex(text)
+    except (ValueError, OverflowError):
+        return None
+    return scale if math.isfinite(scale) and scale.hex() == text and scale != 1 else None
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
