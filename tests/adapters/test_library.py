@@ -1,4 +1,4 @@
-"""Adapters in every call of `LLM` and `AsyncLLM`: vLLM's `lora_request`, and more of them than are in memory at once."""
+"""Adapters in every call of `LLM` and `AsyncLLM`: vLLM's `lora_request`, and more of them than there are slots."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ FILES = {
     "aliases": "tests/serve/test_aliases.py",
     "request templates": "tests/serve/call/test_request_templates.py",
     "stored responses": "tests/serve/apis/openai/test_responses_stored.py",
+    "scales": "tests/adapters/test_scales.py",
     "llama": "tests/serve/apis/llama_server/test_llama_server_api.py",
     "operations": "tests/serve/test_operations.py",
     "refusals": "tests/serve/test_refusals.py",
@@ -326,9 +327,20 @@ APIS = (
         ),
     ),
     Row(
-        "llama-server: adapters, POST /props",
+        "llama-server: scales of adapters",
+        "yes",
+        "`--lora`, `--lora-scaled`, `/lora-adapters`, `lora` of a request; one adapter for each request",
+        (
+            "scales:test_a_scale_gives_what_merged_weights_give",
+            "scales:test_no_request_sees_the_scales_of_others",
+            "scales:test_the_scales_of_all_are_changed_for_later_requests",
+            "scales:test_a_request_has_its_own_scale",
+        ),
+    ),
+    Row(
+        "llama-server: POST /props",
         "no",
-        "`/lora-adapters` has none, for an adapter is a model of its own; no settings",
+        "no settings",
         ("llama:test_llama_what_is_not_done_is_told", "llama:test_llama_props_takes_no_settings"),
     ),
     Row(

@@ -82,6 +82,11 @@ class Adapters(ABC):
             self._put(slot, place, LayerAdapter(a, b if place.order is None else b[place.order], scale))
 
     @abstractmethod
+    def share(self, slot: int, source: int, factor: float) -> None:
+        """Put the adapter of the slot `source` into another too, with its products times `factor`. The weights are
+        the same ones."""
+
+    @abstractmethod
     def clear(self, slot: int) -> None:
         """Free a slot."""
 

@@ -60,38 +60,50 @@ def check_request(value: Any) -> str:
 
 
 class NamedAdapter(msgspec.Struct, frozen=True):
-    """One of vLLM's --lora-modules as JSON."""
+    """One of vLLM's --lora-modules as JSON. scale: of llama-server's, for requests that name the model itself."""
 
     name: str
     path: str
+    scale: float = 0.0
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
 
 
-def named_paths(modules: Iterable[str]) -> dict[str, str]:
-    """Return the folders of adapters by name: each is name=path, or vLLM's JSON object with both. Raises
-    `RequestError`."""
-    paths: dict[str, str] = {}
+def named_adapters(modules: Iterable[str]) -> list[NamedAdapter]:
+    """Return the adapters of a config: each is name=path, or vLLM's JSON object with both. Raises `RequestError`."""
+    adapters: dict[str, NamedAdapter] = {}
     for text in modules:
         name, _, path = text.partition("=")
+        named = NamedAdapter(name, path)
         if text.lstrip().startswith("{"):
             try:
                 named = msgspec.json.decode(text, type=NamedAdapter)
             except msgspec.MsgspecError:
                 named = NamedAdapter("", "")
-            name, path = named.name, named.path
-        if not name or not path or name in paths:
+        if not named.name or not named.path or named.name in adapters or not math.isfinite(named.scale):
             raise RequestError("lora_modules", text, "name=path, each name once")
-        paths[name] = path
-    return paths
+        adapters[named.name] = named
+    if sum(each.scale != 0 for each in adapters.values()) > 1:
+        bound = "at most one with a scale other than 0; --lora-init-without-apply gives all the scale 0"
+        raise RequestError("lora_modules", [*adapters], bound)
+    return [*adapters.values()]
+
+
+def named_paths(modules: Iterable[str]) -> dict[str, str]:
+    """Return the paths of a config's adapters by name. Raises `RequestError`."""
+    return {each.name: each.path for each in named_adapters(modules)}
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True):
     """An adapter that an engine has in memory. `digest` is of all its numbers: requests name it so, and cached prefixes
-    belong to it. `base`: the model that it was trained on, as its config names it."""
+    belong to it. `base`: the model that it was trained on, as its config names it. `path`: where it was read."""
 
     digest: str
     rank: int
     num_layers: int
     base: str = ""
+    path: str = ""
 
 
 def scaled(digest: str, scale: float) -> str:
@@ -147,10 +159,10 @@ def read_reply(reply: AdapterReply) -> LoadedAdapter | None:
 class AdapterStore(Protocol):
     """The adapters that an engine has in memory, by digest."""
 
-    def __contains__(self, digest: str) -> bool: ...
+    def __contains__(self, adapter: str) -> bool: ...
 
-    def slot(self, digest: str) -> int:
-        """Return the slot of an adapter, -1 if it is not loaded."""
+    def slot(self, adapter: str) -> int:
+        """Return the slot of an adapter, which may be one of `scaled`, -1 if it is not loaded."""
         ...
 
     def load(self, path: str) -> LoadedAdapter:

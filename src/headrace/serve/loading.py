@@ -30,9 +30,11 @@ from headrace.insight import audit
 from headrace.insight.explainer import Explainer, Explainers
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
+from headrace.protocol.adapters import named_adapters
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.serve.call.adapters import ServedAdapters
 from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
@@ -269,6 +271,8 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
         takes_any_name=bool(server.any_model_name),
         trusts_templates=server.trust_request_chat_template,
     )
+    modules = (parts.engine.lora_modules if parts.engine is not None else None) or ()
+    served.adapters = ServedAdapters({each.name: each.scale for each in named_adapters(modules) if each.scale})
     served.template_variables = dict(server.default_chat_template_kwargs or {})
     for name in RENDER_OPTIONS & served.template_variables.keys():
         raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")

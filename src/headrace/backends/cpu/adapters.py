@@ -52,6 +52,14 @@ class CpuAdapters(Adapters):
             for key in [key for key in spot.matrices if key[0] == slot]:
                 del spot.matrices[key]
 
+    def share(self, slot: int, source: int, factor: float) -> None:
+        self.clear(slot)
+        for spot in self.spots.values():
+            spot.table[slot] = spot.table[source]
+            spot.table[slot]["scale"] *= factor
+            parts = range(len(spot.begins) - 1)
+            spot.matrices |= {(slot, i): spot.matrices[source, i] for i in parts if (source, i) in spot.matrices}
+
     def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
         spot, dtype = self.spots[place.matrix], stored_type(layer)
         a, b = padded(layer.a, dtype), padded(layer.b.T, dtype)

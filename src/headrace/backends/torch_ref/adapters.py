@@ -37,6 +37,12 @@ class RefAdapters(Adapters):
         for of_matrix in self._layers.values():
             of_matrix.pop(slot, None)
 
+    def share(self, slot: int, source: int, factor: float) -> None:
+        self.clear(slot)
+        for of_matrix in self._layers.values():
+            if source in of_matrix:
+                of_matrix[slot] = [(place, a, b, scale * factor) for place, a, b, scale in of_matrix[source]]
+
     def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
         a, b = (_along(tensor(each).float().T, self.device) for each in (layer.a, layer.b))
         self._layers[place.matrix].setdefault(slot, []).append((place, a, b, layer.scale))
