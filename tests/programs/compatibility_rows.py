@@ -42,6 +42,7 @@ FILES = {
     "aliases": "tests/serve/test_aliases.py",
     "request templates": "tests/serve/call/test_request_templates.py",
     "stored responses": "tests/serve/apis/openai/test_responses_stored.py",
+    "gguf adapters": "tests/adapters/test_gguf.py",
     "scales": "tests/adapters/test_scales.py",
     "llama": "tests/serve/apis/llama_server/test_llama_server_api.py",
     "operations": "tests/serve/test_operations.py",
@@ -319,10 +320,11 @@ APIS = (
     Row(
         "adapters (LoRA)",
         "yes",
-        "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's files, not llama-server's GGUF ones",
+        "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's folders and llama.cpp's GGUF files",
         (
             "adapters:test_an_adapter_gives_what_merged_weights_give",
             "adapters:test_no_request_sees_the_adapters_of_others",
+            "gguf adapters:test_a_gguf_adapter_is_the_peft_one_it_was_made_from",
             "served adapters:test_every_door_has_the_adapter",
         ),
     ),

@@ -130,7 +130,7 @@ def scale_of(adapter: str) -> float | None:
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    """Order: read the adapter in the folder `path`."""
+    """Order: read the adapter at `path`, a folder or a GGUF file."""
 
     path: str
 

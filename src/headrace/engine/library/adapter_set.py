@@ -12,6 +12,8 @@ from pathlib import Path
 from headrace.backends.adapters import Adapters
 from headrace.backends.base import Array, Matrix
 from headrace.checkpoint import adapters
+from headrace.checkpoint.gguf_adapters import Base
+from headrace.models.config import ModelConfig
 from headrace.models.weights import Expert, Linear, Weights
 from headrace.parallel.sharding import PartialWeights
 from headrace.protocol.adapters import LoadedAdapter, base_of, scale_of
@@ -37,12 +39,22 @@ class AdaptableWeights(PartialWeights):
         return self._weights.ends(embedding, head, shape, tied=tied)
 
 
+def base_of_model(config: ModelConfig, places: Adapters) -> Base:
+    """Return the facts about a model that readers of adapters need. Raises `CheckpointError`."""
+    usual = config.integer("hidden_size", 1) // config.integer("num_attention_heads", 1)
+    head_dim = config.integer("head_dim", max(1, usual))
+    turned = int(head_dim * config.rope.number("partial_rotary_factor", 1.0))
+    ordered = frozenset(name for name, place in places.places.items() if place.order is not None)
+    return Base(str(config.values.get("model_type")), head_dim, turned, ordered)
+
+
 class AdapterSet:
     """Adapters in the first `max_loras` slots of a backend's `places`. The others are for adapters with another scale,
     which share the weights of theirs: there must be as many as a step and the one before it may have sequences."""
 
-    def __init__(self, places: Adapters, max_loras: int) -> None:
+    def __init__(self, places: Adapters, max_loras: int, config: ModelConfig | None = None) -> None:
         self._places, self._max_loras = places, max_loras
+        self._base = None if config is None else base_of_model(config, places)
         self._slots: dict[str, int] = {}
         # Those with another scale by their names, the least recently used first.
         self._scaled: dict[str, int] = {}
@@ -65,10 +77,10 @@ class AdapterSet:
         return slot
 
     def load(self, path: str) -> LoadedAdapter:
-        """Read the adapter in a folder, unless one with the same numbers is there. Raises `RequestError`."""
-        directory = Path(path).expanduser()
+        """Read the adapter at `path`, unless one with the same numbers is there. Raises `RequestError`."""
+        file = Path(path).expanduser()
         try:
-            adapter = adapters.read(directory)
+            adapter = adapters.read(file, self._base)
             if adapter.digest not in self._slots:
                 slot = self._free()
                 self._places.load(slot, adapter.layers)

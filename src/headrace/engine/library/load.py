@@ -167,7 +167,7 @@ def _build_runner(
     if spec is not None and drafter is not None and target is not None:
         speculator = make_speculator(spec, drafter, target, eos_token_ids)
     places: Adapters | None = backend.ops.adapters
-    adapters = None if places is None else AdapterSet(places, config.max_loras)
+    adapters = None if places is None else AdapterSet(places, config.max_loras, model_config)
     runner = Runner(program, sampler, matchers, speculator, adapters)
     info = EngineInfo(
         model=config.model,

@@ -62,7 +62,7 @@ class ServedAdapters(dict[str, LoadedAdapter]):
         """Return the adapter of a request, as `protocol.adapters.scaled` names it, "" for none: that which it names as
         its model, or the one that its `lora` entries scale, or else that which is scaled for all. Raises
         `RequestError`."""
-        if name in self:
+        if name is not None and name in self:
             if entries is not None:
                 raise RequestError("lora", "given", f"left out where model names an adapter, here {name[:80]!r}")
             return self[name].digest
