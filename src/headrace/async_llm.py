@@ -16,8 +16,9 @@ from headrace import hub
 from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient, InprocClient, ProcessClient
 from headrace.engine.generation import TextClient
+from headrace.engine.library.model_settings import with_adapter
 from headrace.other_engines import translate_keywords
-from headrace.protocol.adapters import LoRARequest, RecentPaths, check_request
+from headrace.protocol.adapters import LoRARequest, RecentPaths, check_request, usual_adapter
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -53,7 +54,8 @@ class AsyncLLM:
         if config is not None and fields:
             name = min(fields)
             raise RequestError(name, fields[name], "a field of the config that is given beside it")
-        config = self.config = config or EngineConfig(**translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = config or EngineConfig(**translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = self.config = with_adapter(config)
         if client is None:
             client = InprocClient(lambda: build_engine(config)) if in_process else ProcessClient(config, ServerConfig())
         if tokenizer is None and not config.skip_tokenizer_init:
@@ -153,7 +155,7 @@ class AsyncLLM:
         `EngineDeadError`."""
         path = check_request(chosen)
         if not path:
-            yield ""
+            yield usual_adapter(self.config.lora_modules, self.info.adapters)
             return
         async with self._loading:
             digest = self._loaded.use(path) or await self._load(path)

@@ -28,6 +28,7 @@ from headrace.protocol.adapters import (
     UnloadAdapter,
     check_request,
     read_reply,
+    usual_adapter,
 )
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
@@ -86,7 +87,8 @@ class LLM:
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
         override = fields.pop("override_generation_config", None)
-        self.config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
+        self.config = model_settings.with_adapter(config)
         self._settings = model_settings.read(self.config.model)
         defaults = model_settings.default_params(self.config.model, self.config.revision)
         defaults |= sampling_defaults(override)
@@ -99,6 +101,7 @@ class LLM:
         self._open: dict[str, RequestState] = {}
         self._num_turns = 0
         self._loaded = RecentPaths()
+        self._usual_adapter = usual_adapter(self.config.lora_modules, self.core.info.adapters)
         self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
@@ -330,7 +333,7 @@ class LLM:
         """Return the digest of the adapter of each prompt, "" for none. Those that are not loaded are loaded, in place
         of the least recently used ones where there is no room. Raises `RequestError`."""
         paths = [check_request(each) for each in _one_each("lora_request", chosen, num)]
-        used: dict[str, str] = {"": ""}
+        used: dict[str, str] = {"": self._usual_adapter}
         for path in dict.fromkeys(filter(None, paths)):
             if digest := self._loaded.use(path):
                 used[path] = digest

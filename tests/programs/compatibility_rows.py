@@ -43,6 +43,7 @@ FILES = {
     "request templates": "tests/serve/call/test_request_templates.py",
     "stored responses": "tests/serve/apis/openai/test_responses_stored.py",
     "gguf adapters": "tests/adapters/test_gguf.py",
+    "ollama adapters": "tests/adapters/test_ollama.py",
     "scales": "tests/adapters/test_scales.py",
     "llama": "tests/serve/apis/llama_server/test_llama_server_api.py",
     "operations": "tests/serve/test_operations.py",
@@ -285,10 +286,11 @@ APIS = (
     Row(
         "Ollama: pull, create, copy, delete, load and unload",
         "partly",
-        "with `--models-dir`; `create` takes files or a model, system, parameters and a template in Jinja; no `push`",
+        "with `--models-dir`; `create` takes files or a model, system, parameters, adapter, Jinja template; no `push`",
         (
             "folder:test_K16_create_copy_and_delete",
             "folder:test_K16_create_sets_system_template_and_parameters",
+            "ollama adapters:test_a_model_created_with_an_adapter_answers_by_it",
             "folder:test_K16_pull_fetches_from_the_hub_and_shows_its_progress",
             "folder:test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it",
             "ollama:test_ollama_what_is_not_done_is_told",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -139,6 +139,12 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     """Order: free the slot of an adapter."""
 
     digest: str
+
+
+def usual_adapter(modules: Iterable[str] | None, loaded: Mapping[str, LoadedAdapter]) -> str:
+    """Return the adapter of requests that name none, "" without one: that of a config which has a scale."""
+    named = [each for each in named_adapters(modules or ()) if each.scale and each.name in loaded]
+    return scaled(loaded[named[0].name].digest, named[0].scale) if named else ""
 
 
 class AdapterReply(msgspec.Struct, frozen=True):

@@ -231,6 +231,7 @@ class Loader:
         try:
             model = await asyncio.to_thread(self._prepare, name)
             await asyncio.gather(model.client.start(), model.served.warm_up())
+            model.served.adapters |= model.client.info.adapters
             return model
         except BaseException:
             if model is not None:
@@ -241,6 +242,7 @@ class Loader:
     def _prepare(self, name: str) -> RunningModel:
         path = str(self._folder.path(name))
         engine = msgspec.structs.replace(self._engine, model=path, enable_lora=False, lora_modules=None)
+        engine = model_settings.with_adapter(engine)
         # A name that leads here is the model's: `ModelSet` has found it.
         names = [name, *([f"{name}:latest"] if ":" not in name else [])]
         server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)
