@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tests.support.adapters import write_adapter
 
 from headrace import LLM, AsyncLLM, BeamSearchParams, LoRARequest, SamplingParams
+from headrace.checkpoint import adapters as checkpoint_adapters
 from headrace.protocol.errors import RequestError
 
 SHAPES = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (64, 256), "mlp.down_proj": (256, 512)}
@@ -117,3 +119,39 @@ def test_async_calls_take_an_adapter(in_process: bool, llm: LLM, adapters: list[
                 await text(LoRARequest("x", 1, "none"))
 
     asyncio.run(work())
+
+
+def test_streams_go_on_while_an_adapter_is_read(adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read ends only after the others have had many tokens; a new request begins meanwhile, too."""
+    begun, gate, read = threading.Event(), threading.Event(), checkpoint_adapters.read
+
+    def held(*arguments: Any) -> Any:
+        begun.set()
+        assert gate.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(checkpoint_adapters, "read", held)
+    long = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
+
+    async def work() -> None:
+        async with AsyncLLM(model="builtin", **OPTIONS) as engine:
+
+            async def text(chosen: LoRARequest | None) -> str:
+                outputs = [each async for each in engine.generate(PROMPT, GREEDY, lora_request=chosen)]
+                return outputs[-1].outputs[0].text
+
+            stream = engine.generate(PROMPT, long)
+            await anext(stream)
+            adapted = asyncio.create_task(text(adapters[0]))
+            assert await asyncio.to_thread(begun.wait, 60)
+            for _ in range(20):
+                await anext(stream)
+            before = await text(None)
+            assert not adapted.done()
+            # An engine without work takes in requests too.
+            await stream.aclose()  # type: ignore[attr-defined]
+            assert await text(None) == before
+            gate.set()
+            assert await adapted != before
+
+    asyncio.run(asyncio.wait_for(work(), 120))

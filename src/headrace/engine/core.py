@@ -15,7 +15,7 @@ from headrace.core.journal import Journal
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import NEVER, Status
-from headrace.protocol.adapters import AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter, base_of
+from headrace.protocol.adapters import AdapterRead, AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter, base_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -150,13 +150,27 @@ class EngineCore:
     def stats(self) -> Stats:
         return self.scheduler.stats()
 
-    def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> AdapterReply:
-        """Load or unload an adapter between two steps. One that a sequence uses stays."""
+    def read_adapter(self, path: str) -> AdapterRead:
+        """Read an adapter. Any thread may call it, also in mid-step."""
         try:
             if self.adapters is None:
                 raise RequestError("enable_lora", False, "true for an engine that takes adapters")
+            return AdapterRead(*self.adapters.read(path))
+        except RequestError as error:
+            return AdapterRead(refused=(error.field, str(error.value), error.bound))
+
+    def change_adapters(self, order: LoadAdapter | AdapterRead | UnloadAdapter) -> AdapterReply:
+        """Load an adapter, which is read first or was read before, or unload one, between two steps. One that a
+        sequence uses stays."""
+        try:
             if isinstance(order, LoadAdapter):
-                return AdapterReply(self.adapters.load(order.path))
+                order = self.read_adapter(order.path)
+            if self.adapters is None:
+                raise RequestError("enable_lora", False, "true for an engine that takes adapters")
+            if isinstance(order, AdapterRead):
+                if order.adapter is not None:
+                    self.adapters.put(order.adapter, order.prepared)
+                return AdapterReply(order.adapter, order.refused)
             # One that has ended and is not reported yet is no user, unless a step of it may still be computed.
             users = [
                 seq

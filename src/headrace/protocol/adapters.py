@@ -135,6 +135,14 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     path: str
 
 
+class AdapterRead(msgspec.Struct, frozen=True):
+    """An adapter that was read, in the backend's form, or the reason why it was refused."""
+
+    adapter: LoadedAdapter | None = None
+    prepared: Any = None
+    refused: tuple[str, str, str] | None = None
+
+
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     """Order: free the slot of an adapter."""
 
@@ -171,8 +179,13 @@ class AdapterStore(Protocol):
         """Return the slot of an adapter, which may be one of `scaled`, -1 if it is not loaded."""
         ...
 
-    def load(self, path: str) -> LoadedAdapter:
-        """Read the adapter in a folder, unless one with the same numbers is there. Raises `RequestError`."""
+    def read(self, path: str) -> tuple[LoadedAdapter, Any]:
+        """Read the adapter at `path`. Changes nothing, so any thread may call it. Raises `RequestError`."""
+        ...
+
+    def put(self, adapter: LoadedAdapter, prepared: Any) -> None:
+        """Put an adapter that was read into a slot, unless one with the same numbers is there. Raises
+        `RequestError`."""
         ...
 
     def unload(self, digest: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from headrace.backends.adapters import Adapters
+from headrace.backends.adapters import Adapters, Prepared
 from headrace.backends.base import Array, Matrix
 from headrace.checkpoint import adapters
 from headrace.checkpoint.gguf_adapters import Base
@@ -76,19 +76,25 @@ class AdapterSet:
         self._scaled[adapter] = slot
         return slot
 
-    def load(self, path: str) -> LoadedAdapter:
-        """Read the adapter at `path`, unless one with the same numbers is there. Raises `RequestError`."""
-        file = Path(path).expanduser()
+    def read(self, path: str) -> tuple[LoadedAdapter, Prepared]:
+        """Read the adapter at `path`, and hash and convert its numbers. Changes nothing, so any thread may call it.
+        Raises `RequestError`."""
         try:
-            adapter = adapters.read(file, self._base)
-            if adapter.digest not in self._slots:
-                slot = self._free()
-                self._places.load(slot, adapter.layers)
-                self._slots[adapter.digest] = slot
+            adapter = adapters.read(Path(path).expanduser(), self._base)
+            prepared = self._places.prepare(adapter.layers)
         except CheckpointError as error:
             raise RequestError("lora_path", path, f"an adapter that fits the model: {error}") from error
-        logger.info("adapter %s: rank %d, %d layers, %s", path, adapter.rank, len(adapter.layers), adapter.digest[:12])
-        return LoadedAdapter(adapter.digest, adapter.rank, len(adapter.layers), adapter.base, path)
+        return LoadedAdapter(adapter.digest, adapter.rank, len(adapter.layers), adapter.base, path), prepared
+
+    def put(self, adapter: LoadedAdapter, prepared: Prepared) -> None:
+        """Put an adapter that was read into a slot, unless one with the same numbers is there. Raises
+        `RequestError`."""
+        if adapter.digest not in self._slots:
+            slot = self._free()
+            self._places.load(slot, prepared)
+            self._slots[adapter.digest] = slot
+        path, digest = adapter.path, adapter.digest[:12]
+        logger.info("adapter %s: rank %d, %d layers, %s", path, adapter.rank, adapter.num_layers, digest)
 
     def unload(self, digest: str) -> bool:
         """Free the slot of an adapter that no sequence uses. Return whether it was there."""
