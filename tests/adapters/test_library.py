@@ -123,10 +123,10 @@ def test_async_calls_take_an_adapter(in_process: bool, llm: LLM, adapters: list[
 
 def test_streams_go_on_while_an_adapter_is_read(adapters: list[LoRARequest], monkeypatch: pytest.MonkeyPatch) -> None:
     """The read ends only after the others have had many tokens; a new request begins meanwhile, too."""
-    begun, gate, read = threading.Event(), threading.Event(), checkpoint_adapters.read
+    reading, gate, read = threading.Event(), threading.Event(), checkpoint_adapters.read
 
     def held(*arguments: Any) -> Any:
-        begun.set()
+        reading.set()
         assert gate.wait(60)
         return read(*arguments)
 
@@ -143,7 +143,7 @@ def test_streams_go_on_while_an_adapter_is_read(adapters: list[LoRARequest], mon
             stream = engine.generate(PROMPT, long)
             await anext(stream)
             adapted = asyncio.create_task(text(adapters[0]))
-            assert await asyncio.to_thread(begun.wait, 60)
+            assert await asyncio.to_thread(reading.wait, 60)
             for _ in range(20):
                 await anext(stream)
             before = await text(None)

@@ -73,6 +73,29 @@ def test_a_scale_gives_what_merged_weights_give(backend: str, tmp_path: Path) ->
     assert got[2] == answers(llm, [load(llm, write_adapter(tmp_path / "half", WEIGHTS, alpha=4)).digest])[0]
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_scale_is_peft_s(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    with peft.helpers.rescale_adapter_scale(adapted, 0.3):
+        adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    llm = engine(tmp_path / "base", "cpu", enable_lora=True)
+    [got, whole] = answers(llm, [scaled(load(llm, tmp_path / "adapter").digest, scale) for scale in (0.3, 1.0)])
+    [expected] = answers(engine(tmp_path / "merged", "cpu"), [""])
+    assert got[0] == expected[0]
+    np.testing.assert_allclose(got[1], expected[1], atol=1e-4)
+    assert np.abs(np.array(whole[1]) - expected[1]).max() > 1e-2  # control: the scale shows
+
+
 @pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
 def test_no_request_sees_the_scales_of_others(backend: str, tmp_path: Path) -> None:
     """More scales than there are slots for them, and room for all of them in one step's turn."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -29,9 +30,10 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, SIDES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
+ENDS = re.compile(r"\.lora_embedding_[AB]$|(^|\.)(embed_tokens|wte|lm_head)\.")
 REFUSED = {
-    "use_dora": "DoRA: the magnitudes need the norms of the base's weights",
-    "modules_to_save": "whole layers in place of the base's",
+    "use_dora": "DoRA: it scales the base's products too, by the norms of weights that are packed here; merge it",
+    "modules_to_save": "whole layers in place of the base's, which all rows of a step share; merge them",
     "bias": "biases that were trained too",
     "lora_bias": "a bias of B",
     "target_parameters": "adapters of experts' parameters",
@@ -119,6 +121,11 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
     ranks, alphas = (_pattern(config, name, path) for name in ("rank_pattern", "alpha_pattern"))
     sides: dict[str, dict[str, Any]] = {}
     for name in file.entries:
+        if ENDS.search(name):
+            raise CheckpointError(
+                f"{file.path}: {name} changes the embedding or the head, which all rows of a step share and which take "
+                "no adapter; train without it, or merge the adapter into the weights"
+            )
         side = next((side for side in SIDES if name.endswith(side)), None)
         if side is None or not name.startswith(PREFIX):
             raise CheckpointError(f"{file.path}: {name} is no {PREFIX}<layer>{SIDES[0]} or {SIDES[1]}")
