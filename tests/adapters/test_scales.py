@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import llama_tensors, write_llama
 from tests.support.serving import Served, serve
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, LoRARequest, SamplingParams
 from headrace.protocol.adapters import LoadAdapter, LoadedAdapter, UnloadAdapter, base_of, scale_of, scaled
 from headrace.protocol.errors import RequestError
 from headrace.serve.call.adapters import AdapterScale, ServedAdapters
@@ -153,6 +156,9 @@ def test_numbers_are_kept_and_not_given_twice() -> None:
     assert adapters.of(None) == ""
     with pytest.raises(RequestError, match=r"lora\[0\].id: 1 .* one of 2"):
         adapters.of(None, [AdapterScale(1, 1.0)])
+    # An engine that has not loaded the adapter of all requests does not serve them without it.
+    with pytest.raises(RequestError, match="lora_modules: 'b' .* loaded"):
+        ServedAdapters({"b": 0.5}).take({"a": LoadedAdapter("aaa", 4, 2)})
 
 
 @pytest.fixture(scope="module")
@@ -243,3 +249,31 @@ def test_wrong_scales_are_refused_and_change_nothing(server: Served) -> None:
     reply = HTTP.post(f"{server.url}/completion", json={"prompt": "x", "model": "b", "lora": []})
     assert "left out where model names an adapter, here 'b'" in reply.json()["error"]["message"]
     assert scales(server) == before
+
+
+def test_a_batch_without_a_server_has_the_scales_too(paths: list[Path], tmp_path: Path) -> None:
+    """The scale of the start, one of a request, and an adapter as the model."""
+    bodies: list[dict[str, Any]] = [{}, {"lora": [{"id": 1, "scale": 0.5}]}, {"lora": []}, {"model": "b"}]
+    common = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions"} for i in range(len(bodies))]
+    texts = [json.dumps(line | {"body": common | body}) for line, body in zip(lines, bodies, strict=True)]
+    (tmp_path / "in.jsonl").write_text("\n".join(texts) + "\n")
+    module = json.dumps({"name": "a", "path": str(paths[0]), "scale": 1})
+    flags = ["--enable-lora", "--lora-modules", module, "--lora-modules", f"b={paths[1]}"]
+    files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    command = [str(Path(sys.executable).parent / "headrace"), "run-batch", *files, "--model", "builtin", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    replies = {}
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        replies[int(entry["custom_id"])] = entry["response"]["body"]["choices"][0]["text"]
+    llm = LLM("builtin", enable_lora=True, num_gpu_blocks_override=64)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    chosen = [LoRARequest(path.name, 1, str(path)) for path in paths]
+    with_a, plain, with_b = (
+        llm.generate("Once upon a time", params, lora_request=each) for each in (chosen[0], None, chosen[1])
+    )
+    expected = [each[0].outputs[0].text for each in (with_a, plain, with_b)]
+    assert [replies[0], replies[2], replies[3]] == expected
+    assert replies[1] not in expected

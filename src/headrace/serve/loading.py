@@ -231,7 +231,7 @@ class Loader:
         try:
             model = await asyncio.to_thread(self._prepare, name)
             await asyncio.gather(model.client.start(), model.served.warm_up())
-            model.served.adapters |= model.client.info.adapters
+            model.served.adapters.take(model.client.info.adapters)
             return model
         except BaseException:
             if model is not None:
@@ -273,8 +273,7 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
         takes_any_name=bool(server.any_model_name),
         trusts_templates=server.trust_request_chat_template,
     )
-    modules = (parts.engine.lora_modules if parts.engine is not None else None) or ()
-    served.adapters = ServedAdapters({each.name: each.scale for each in named_adapters(modules) if each.scale})
+    served.adapters = served_adapters(parts.engine)
     served.template_variables = dict(server.default_chat_template_kwargs or {})
     for name in RENDER_OPTIONS & served.template_variables.keys():
         raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")
@@ -282,6 +281,12 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
     served.tags = [tag for text in server.tags or () for tag in text.split(",") if tag]
     served.is_verbose = server.uvicorn_log_level in ("debug", "trace")
     return served
+
+
+def served_adapters(engine: EngineConfig | None) -> ServedAdapters:
+    """Return the adapters of an engine that is not started, by their scales alone."""
+    modules = (engine.lora_modules if engine is not None else None) or ()
+    return ServedAdapters({each.name: each.scale for each in named_adapters(modules) if each.scale})
 
 
 class ModelText(NamedTuple):

@@ -86,6 +86,8 @@ def with_adapter(config: EngineConfig) -> EngineConfig:
     if path is None:
         return config
     module = NamedAdapter(ADAPTER_NAME, str(path), 1.0).text()
+    if module in (config.lora_modules or ()):
+        return config
     return msgspec.structs.replace(config, enable_lora=True, lora_modules=[module, *(config.lora_modules or ())])
 
 

@@ -6,7 +6,7 @@ llama-server's clients turn adapters on and off. Knows digests; must not know en
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +46,13 @@ class ServedAdapters(dict[str, LoadedAdapter]):
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
         self._ids.pop(name, None)
+
+    def take(self, loaded: Mapping[str, LoadedAdapter]) -> None:
+        """Add the adapters that the engine has loaded at its start. Raises `RequestError` where it lacks one that has a
+        scale: requests would be answered without it."""
+        self.update(loaded)
+        for name in self.scales.keys() - self.keys():
+            raise RequestError("lora_modules", name, "an adapter that the engine has loaded, as its scale is not 0")
 
     def cards(self) -> list[AdapterCard]:
         """Return llama-server's list."""
