@@ -101,8 +101,14 @@ LLAMA_SERVER = r"""
 ! --override-kv: not supported here; tokenizer.ggml.pre
   -m model.gguf --override-kv tokenizer.ggml.pre=str:llama3
 ~ -m model.gguf --slots --slot-save-path /tmp/slots --props --cors-origins '*' --tags a,b
-! --lora: not supported here; give a folder in PEFT
-  -m model.gguf --lora adapter.gguf
+= -m model.gguf --lora adapter.gguf
+= -m model.gguf --lora-scaled a.gguf 0.5 --port 8080
+= -m model.gguf --lora-scaled a.gguf:0.5,b.gguf:0
+= -m model.gguf --lora a.gguf --lora b.gguf,c --lora-init-without-apply
+! lora_modules: ['a', 'b'] is not allowed; it must be at most one with a scale other than 0
+  -m model.gguf --lora a.gguf --lora b.gguf
+! --lora-scaled: 'a.gguf' is not allowed; it must be PATH:SCALE
+  -m model.gguf --lora-scaled a.gguf
 ! -mu: not supported here; fetch the file
   -mu https://example.com/model.gguf
 ! --hf-file: not supported here; give the repository

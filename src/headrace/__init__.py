@@ -38,7 +38,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
-    from headrace.llm import LLM, EngineArgs, LoRARequest
+    from headrace.llm import LLM, EngineArgs
+    from headrace.protocol.adapters import LoRARequest
     from headrace.protocol.beam import BeamSearchParams
     from headrace.protocol.constraints import StructuredOutputs as StructuredOutputsParams
     from headrace.protocol.params import SamplingParams
@@ -53,7 +54,7 @@ _HOMES = {
     "BeamSearchParams": "headrace.protocol.beam",
     "CompletionOutput": "headrace.text.outputs",
     "EngineArgs": "headrace.llm",
-    "LoRARequest": "headrace.llm",
+    "LoRARequest": "headrace.protocol.adapters",
     "RequestOutput": "headrace.text.outputs",
     "SamplingParams": "headrace.protocol.params",
     "StructuredOutputsParams": "headrace.protocol.constraints",

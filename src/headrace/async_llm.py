@@ -7,6 +7,8 @@ or with `in_process=False` in a child that is restarted when it dies. Use it fro
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +16,9 @@ from headrace import hub
 from headrace.engine.build import build_engine
 from headrace.engine.client import EngineClient, InprocClient, ProcessClient
 from headrace.engine.generation import TextClient
+from headrace.engine.library.model_settings import with_adapter
 from headrace.other_engines import translate_keywords
+from headrace.protocol.adapters import LoRARequest, RecentPaths, check_request, usual_adapter
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
@@ -50,7 +54,8 @@ class AsyncLLM:
         if config is not None and fields:
             name = min(fields)
             raise RequestError(name, fields[name], "a field of the config that is given beside it")
-        config = self.config = config or EngineConfig(**translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = config or EngineConfig(**translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = self.config = with_adapter(config)
         if client is None:
             client = InprocClient(lambda: build_engine(config)) if in_process else ProcessClient(config, ServerConfig())
         if tokenizer is None and not config.skip_tokenizer_init:
@@ -61,6 +66,10 @@ class AsyncLLM:
         self._draw = seed_source(config.seed)
         self._starting: asyncio.Task[None] | None = None
         self._streams: dict[str, list[Any]] = {}
+        # Adapters: their digests by path, their names at the client by digest, and the calls that hold each.
+        self._loaded, self._names, self._num_loads = RecentPaths(), dict[str, str](), 0
+        self._holders: Counter[str] = Counter()
+        self._loading = asyncio.Lock()
 
     @property
     def info(self) -> EngineInfo:
@@ -90,33 +99,41 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt: outputs as they grow, each the whole answer so far, the last with `finished`.
 
         `request_id` only names the outputs, and is the argument of `abort`. Leaving the iteration early aborts the
-        request. Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
+        request. An adapter that is not loaded takes the place of the least recently used one where there is no room.
+        Raises `RequestError`, `QueueFullError` or `EngineDeadError`.
         """
         await self.start()
         name = request_id or new_request_id()
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
         await self._front.check(params, cache_salt)
-        async with await self._front.open(
-            [token_ids], params, RequestOptions(priority, cache_salt, self._draw)
-        ) as generation:
-            self._streams.setdefault(name, []).append(generation)
-            try:
-                async for _ in generation:
-                    yield request_output(generation.states, name, text, params)
-            finally:
-                self._streams[name].remove(generation)
-                if not self._streams[name]:
-                    del self._streams[name]
+        async with self._adapter(lora_request) as digest:
+            options = RequestOptions(priority, cache_salt, self._draw, adapter=digest)
+            async with await self._front.open([token_ids], params, options) as generation:
+                self._streams.setdefault(name, []).append(generation)
+                try:
+                    async for _ in generation:
+                        yield request_output(generation.states, name, text, params)
+                finally:
+                    self._streams[name].remove(generation)
+                    if not self._streams[name]:
+                        del self._streams[name]
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> BeamSearchOutput:
         """Search for the likeliest answers to a prompt; see `BeamSearchParams`.
 
@@ -125,12 +142,47 @@ class AsyncLLM:
         await self.start()
         text, token_ids = await self._front.prompt_ids(prompt)
         sampling = params.sampling_params()
-        async with await self._front.open(
-            [token_ids], sampling, RequestOptions(priority, cache_salt), beam=params
-        ) as generation:
-            async for _ in generation:
-                pass
-            return beam_output(generation.states, text, self._front.tokenizer)
+        async with self._adapter(lora_request) as digest:
+            options = RequestOptions(priority, cache_salt, adapter=digest)
+            async with await self._front.open([token_ids], sampling, options, beam=params) as generation:
+                async for _ in generation:
+                    pass
+                return beam_output(generation.states, text, self._front.tokenizer)
+
+    @contextlib.asynccontextmanager
+    async def _adapter(self, chosen: LoRARequest | None) -> AsyncIterator[str]:
+        """Hold the adapter of a call in the block, loaded; "" stands for none. Raises `RequestError`,
+        `EngineDeadError`."""
+        path = check_request(chosen)
+        if not path:
+            yield usual_adapter(self.config.lora_modules, self.info.adapters)
+            return
+        async with self._loading:
+            digest = self._loaded.use(path) or await self._load(path)
+            self._holders[digest] += 1
+        try:
+            yield digest
+        finally:
+            self._holders -= Counter([digest])
+
+    async def _load(self, path: str) -> str:
+        client, idle = self._front.client, self._loaded.idle(self._holders)
+        while True:
+            self._num_loads += 1
+            name = f"lora-{self._num_loads}"
+            try:
+                adapter = await client.load_adapter(name, path)
+            except RequestError as error:
+                if error.field != "max_loras" or not idle:
+                    raise
+                old = idle.pop(0)
+                await client.unload_adapter(self._names[old], old)
+                self._loaded.forget(old)
+                del self._names[old]
+            else:
+                self._loaded.add(path, adapter.digest)
+                self._names[adapter.digest] = name
+                return adapter.digest
 
     def abort(self, request_id: str) -> None:
         """End the requests of this name; their iterations end with the tokens so far. Unknown names are fine."""

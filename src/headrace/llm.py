@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,15 @@ from headrace.engine.library import model_settings
 from headrace.insight import audit
 from headrace.migration.vllm import VLLM_SETTINGS
 from headrace.other_engines import translate_keywords
-from headrace.protocol.adapters import LoadAdapter, read_reply
+from headrace.protocol.adapters import (
+    LoadAdapter,
+    LoRARequest,
+    RecentPaths,
+    UnloadAdapter,
+    check_request,
+    read_reply,
+    usual_adapter,
+)
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.defaults import sampling_defaults
@@ -58,20 +66,12 @@ def _engine_args() -> type[Any]:
     return dataclasses.make_dataclass("EngineArgs", [*ours, *((name, Any, None) for name in theirs)])
 
 
+Adapted = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of a call, or of each of its prompts; None stands for the model itself."""
 EngineArgs = _engine_args()
 """Keywords for `LLM(**dataclasses.asdict(args))`, as scripts for vLLM collect them."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class LoRARequest:
-    """An adapter for `LLM.generate`, as in vLLM: the folder `lora_path` is read at its first use. The name and the
-    number are the caller's own."""
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
 
 
 class LLM:
@@ -87,7 +87,8 @@ class LLM:
 
     def __init__(self, model: str = "builtin", **fields: Any) -> None:
         override = fields.pop("override_generation_config", None)
-        self.config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
+        config = EngineConfig(model=model, **translate_keywords(fields, EngineConfig.__struct_fields__))
+        self.config = model_settings.with_adapter(config)
         self._settings = model_settings.read(self.config.model)
         defaults = model_settings.default_params(self.config.model, self.config.revision)
         defaults |= sampling_defaults(override)
@@ -99,7 +100,8 @@ class LLM:
         self._closed = False
         self._open: dict[str, RequestState] = {}
         self._num_turns = 0
-        self._loaded: dict[str, str] = {}
+        self._loaded = RecentPaths()
+        self._usual_adapter = usual_adapter(self.config.lora_modules, self.core.info.adapters)
         self._draw = inputs.seed_source(self.config.seed)
         self._tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
@@ -130,7 +132,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Adapted = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
@@ -164,6 +166,7 @@ class LLM:
         pooling: str | None = None,
         normalize: bool = True,
         dimensions: int | None = None,
+        lora_request: Adapted = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt: the hidden state after the final norm of its "last" token, of its first
         ("cls"), or the "mean". By default the kind that the model's files name, or the last.
@@ -175,10 +178,12 @@ class LLM:
         kind = check_form(pooling, dimensions, info)
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
-        for prompt in _as_list(prompts):
+        listed = _as_list(prompts)
+        for prompt, digest in zip(listed, self._adapters(lora_request, len(listed)), strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, info)
             texts.append(text)
-            [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, inputs.RequestOptions(pooling=kind))
+            options = inputs.RequestOptions(pooling=kind, adapter=digest)
+            [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, options)
             groups.append([RequestState(request, self._tokenizer, 0)])
         self._run(groups, use_tqdm)
         outputs = []
@@ -195,15 +200,24 @@ class LLM:
         return outputs
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], pooling_task: str = "embed", use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_task: str = "embed",
+        use_tqdm: bool = True,
+        lora_request: Adapted = None,
     ) -> list[EmbeddingRequestOutput]:
         """The same as `embed`, under vLLM's other name. `pooling_task` is "embed"."""
         if pooling_task != "embed":
             raise UnsupportedError("pooling_task", pooling_task, "the models served here embed; set it to embed")
-        return self.embed(prompts, use_tqdm)
+        return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], use_tqdm: bool = True
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how alike texts are: the cosine of the angle between the vectors of each pair, from -1 to 1.
 
@@ -212,7 +226,7 @@ class LLM:
         ones, others = ([texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
         if len(ones) not in (1, len(others)):
             raise RequestError("data_1", len(ones), f"one text, or as many as data_2 has ({len(others)})")
-        outputs = self.embed([*ones, *others], use_tqdm)
+        outputs = self.embed([*ones, *others], use_tqdm, lora_request=lora_request)
         first, second = outputs[: len(ones)], outputs[len(ones) :]
         pairs = zip(first * len(others) if len(ones) == 1 else first, second, strict=True)
         return [
@@ -229,7 +243,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: Adapted = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -269,6 +283,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
+        lora_request: Adapted = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest answers to each prompt; see `BeamSearchParams`. Outputs come in the prompts' order.
@@ -278,20 +293,26 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params", params, "a BeamSearchParams")
-        states, texts = [], []
-        for prompt in _as_list(prompts):
+        states, texts, listed = [], [], _as_list(prompts)
+        for prompt, digest in zip(listed, self._adapters(lora_request, len(listed)), strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
-            request = make_search(token_ids, params, params.sampling_params(), self.core.info)
+            options = inputs.RequestOptions(adapter=digest)
+            request = make_search(token_ids, params, params.sampling_params(), self.core.info, options)
             states.append(RequestState(request, self._tokenizer, 0))
             texts.append(text)
         self._run([[state] for state in states], use_tqdm)
         return [beam_output([state], text, self._tokenizer) for state, text in zip(states, texts, strict=True)]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt, giving the output so far after each step that added to it."""
         text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
         params = sampling_params or self._defaults
-        states = self._states(token_ids, params)
+        states = self._states(token_ids, params, adapter=self._adapters(lora_request, 1)[0])
         for _ in self._steps([states]):
             yield request_output(states, "0", text, params)
 
@@ -309,18 +330,33 @@ class LLM:
         self._grammars.close()
         self.core.close()
 
-    def _adapters(self, chosen: LoRARequest | Sequence[LoRARequest | None] | None, num: int) -> list[str]:
-        """Return the digest of the adapter of each prompt, "" for none; those that are not loaded are loaded. Raises
-        `RequestError`."""
-        digests: list[str] = []
-        for each in _one_each("lora_request", chosen, num):
-            if each is not None and not isinstance(each, LoRARequest):
-                raise RequestError("lora_request", each, "a LoRARequest, or one for each prompt")
-            if each is not None and each.lora_path not in self._loaded:
-                adapter = read_reply(self.core.change_adapters(LoadAdapter(each.lora_path)))
-                self._loaded[each.lora_path] = "" if adapter is None else adapter.digest
-            digests.append("" if each is None else self._loaded[each.lora_path])
-        return digests
+    def _adapters(self, chosen: Adapted, num: int) -> list[str]:
+        """Return the digest of the adapter of each prompt, "" for none. Those that are not loaded are loaded, in place
+        of the least recently used ones where there is no room. Raises `RequestError`."""
+        paths = [check_request(each) for each in _one_each("lora_request", chosen, num)]
+        used: dict[str, str] = {"": self._usual_adapter}
+        for path in dict.fromkeys(filter(None, paths)):
+            if digest := self._loaded.use(path):
+                used[path] = digest
+        for path in paths:
+            if path not in used:
+                used[path] = self._load(path, used.values())
+        return [used[path] for path in paths]
+
+    def _load(self, path: str, used: Collection[str]) -> str:
+        idle = self._loaded.idle(used)
+        while (reply := self.core.change_adapters(LoadAdapter(path))).refused and idle:
+            if reply.refused[0] != "max_loras":
+                break
+            # One of an open stream is refused here, and the next is tried.
+            if not self.core.change_adapters(UnloadAdapter(idle[0])).refused:
+                self._loaded.forget(idle[0])
+            del idle[0]
+        adapter = read_reply(reply)
+        if adapter is None:
+            raise HeadraceError("the engine has loaded no adapter")
+        self._loaded.add(path, adapter.digest)
+        return adapter.digest
 
     def _states(
         self, token_ids: list[int], params: SamplingParams, priority: int = 0, adapter: str = ""

@@ -66,6 +66,8 @@ class _Line:
         # What the flags have set in fields that are JSON objects.
         self._records: dict[str, Any] = {}
         self._has_model, self._last_flag = False, ""
+        # The scale that all adapters have, in place of their own.
+        self._lora_scale: float | None = None
 
     def read(self) -> tuple[list[str], list[str]]:
         """Return the words, and the notes."""
@@ -157,6 +159,8 @@ class _Line:
         if setting.may_follow and not (self._rest and self._rest[0] in setting.may_follow):
             return ""
         value = self._next()
+        if setting.takes_number and self._rest and _is_number(self._rest[0]):
+            value += ":" + self._next()
         # vLLM's lists, such as --cudagraph-capture-sizes 1 2 4.
         is_list = setting.source == VLLM and setting.has_no_effect and value.isdecimal()
         while is_list and self._rest and self._rest[0].isdecimal():
@@ -193,6 +197,8 @@ class _Line:
         field = path.partition(".")[0]
         if field == "model":
             self._words.append(str(value))
+        elif path == "lora_modules.scale":
+            self._lora_scale = float(value)
         elif field in RECORDS:
             merge(self._records, path, value)
         elif value in ("true", "false"):
@@ -225,6 +231,9 @@ class _Line:
         if drafts and not drafts.keys() & {"method", "model"}:
             self._notes.append("no tokens are guessed ahead: no flag names what guesses; see --speculative-config")
             del self._records[SPECULATION]
+        for at, word in enumerate(self._words[1:], 1) if self._lora_scale is not None else ():
+            if self._words[at - 1] == "--lora-modules" and word.startswith("{"):
+                self._words[at] = json.dumps(json.loads(word) | {"scale": self._lora_scale})
         text = " ".join(self._words)
         ranks = re.findall(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", text)
         if "--enable-expert-parallel" in self._words and set(ranks) <= {"1"}:
@@ -285,6 +294,14 @@ def _yaml_of(path: str) -> dict[str, Any]:
         return msgspec.yaml.decode(Path(path).expanduser().read_bytes(), type=dict[str, Any])
     except (OSError, ValueError) as error:
         raise RequestError("--config", path, f"a YAML file of flags and their values ({error})") from None
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _flag(field: str) -> str:

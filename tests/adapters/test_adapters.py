@@ -208,7 +208,10 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "has no .lora_A.weight": damage(lambda tensors: tensors.__delitem__(NAME)),
     "no matrix of floats": damage(lambda tensors: tensors.update({NAME: torch.zeros(3, dtype=torch.int64)})),
-    "is no base_model.model": damage(lambda tensors: tensors.update({"lm_head.weight": torch.zeros(2, 2)})),
+    "is no base_model.model": damage(lambda tensors: tensors.update({"other.weight": torch.zeros(2, 2)})),
+    "lm_head.weight changes the embedding or the head": damage(
+        lambda tensors: tensors.update({"base_model.model.lm_head.weight": torch.zeros(2, 2)})
+    ),
     "its rank in adapter_config.json is 4": damage(lambda tensors: tensors.update({NAME: torch.zeros(5, 32)})),
     "has no adapter_model.safetensors": lambda directory: (directory / "adapter_model.safetensors").unlink(),
     "not a readable safetensors|header": lambda directory: (directory / "adapter_model.safetensors").write_bytes(b"12"),
@@ -230,7 +233,7 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
     head = {"lm_head.weight": torch.zeros(50, 32)}
     for name, weights in (("deep", others), ("wide", wide), ("head", head)):
         path = write_adapter(tmp_path / name, weights, targets=("q_proj", "lm_head"))
-        with pytest.raises(RequestError, match="no such layer|the layer takes"):
+        with pytest.raises(RequestError, match="no such layer|the layer takes|changes the embedding or the head"):
             llm.generate([PROMPT], GREEDY, lora_request=chosen(path))
     assert answers(llm, [None])  # nothing is lost
 
@@ -272,6 +275,27 @@ def test_peft_s_own_files_are_read(tmp_path: Path) -> None:
     [expected] = answers(engine(tmp_path / "merged", "cpu"), [None])
     assert got[0] == expected[0]
     np.testing.assert_allclose(got[1], expected[1], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_peft_writes_and_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora True is not computed here"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.* changes the embedding or the head"),
+        ({"target_modules": ["lm_head"]}, "lm_head.* changes the embedding or the head"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save .* is not computed here"),
+        ({"target_modules": ["q_proj"], "bias": "lora_only"}, "bias 'lora_only' is not computed here"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, "trainable_token_indices .* is not computed"),
+    ]
+    for place, (settings, message) in enumerate(wrong):
+        adapted = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(**settings))
+        adapted.save_pretrained(tmp_path / str(place))
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / str(place))
 
 
 def test_the_base_may_be_a_gguf_file(base: Path, paths: list[Path], tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Watcher:
         self.feed.follow(note.step)
         self.sizes.append(len(b"".join(self.viewer.take())))
         requests_of(self.lives, output.end_time)
-        reply = orders.carry_out(self.core, msgspec.msgpack.encode(ReadCache(100)), Hold())
+        reply = orders.carry_out(self.core, ReadCache(100), Hold())
         tree = msgspec.msgpack.decode(reply, type=CacheTree)
         cache_of(tree, misses_of(self.lives, lambda life: "other", str), str, output.end_time)
         for life in self.lives.ended.values():

@@ -85,4 +85,4 @@ def test_the_blocks_of_a_running_request_are_in_it() -> None:
 def orders_result(core: EngineCore) -> CacheTree:
     import msgspec
 
-    return msgspec.msgpack.decode(orders.carry_out(core, msgspec.msgpack.encode(MANY), Hold()), type=CacheTree)
+    return msgspec.msgpack.decode(orders.carry_out(core, MANY, Hold()), type=CacheTree)

@@ -44,6 +44,9 @@ FILES = {
     "aliases": "tests/serve/test_aliases.py",
     "request templates": "tests/serve/call/test_request_templates.py",
     "stored responses": "tests/serve/apis/openai/test_responses_stored.py",
+    "gguf adapters": "tests/adapters/test_gguf.py",
+    "ollama adapters": "tests/adapters/test_ollama.py",
+    "scales": "tests/adapters/test_scales.py",
     "llama": "tests/serve/apis/llama_server/test_llama_server_api.py",
     "operations": "tests/serve/test_operations.py",
     "refusals": "tests/serve/test_refusals.py",
@@ -285,10 +288,11 @@ APIS = (
     Row(
         "Ollama: pull, create, copy, delete, load and unload",
         "partly",
-        "with `--models-dir`; `create` takes files or a model, system, parameters and a template in Jinja; no `push`",
+        "with `--models-dir`; `create` takes files or a model, system, parameters, adapter, Jinja template; no `push`",
         (
             "folder:test_K16_create_copy_and_delete",
             "folder:test_K16_create_sets_system_template_and_parameters",
+            "ollama adapters:test_a_model_created_with_an_adapter_answers_by_it",
             "folder:test_K16_pull_fetches_from_the_hub_and_shows_its_progress",
             "folder:test_K16_every_api_loads_what_it_names_and_keep_alive_unloads_it",
             "ollama:test_ollama_what_is_not_done_is_told",
@@ -320,17 +324,29 @@ APIS = (
     Row(
         "adapters (LoRA)",
         "yes",
-        "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's files, not llama-server's GGUF ones",
+        "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's folders and llama.cpp's GGUF files",
         (
             "adapters:test_an_adapter_gives_what_merged_weights_give",
             "adapters:test_no_request_sees_the_adapters_of_others",
+            "gguf adapters:test_a_gguf_adapter_is_the_peft_one_it_was_made_from",
             "served adapters:test_every_door_has_the_adapter",
         ),
     ),
     Row(
-        "llama-server: adapters, POST /props",
+        "llama-server: scales of adapters",
+        "yes",
+        "`--lora`, `--lora-scaled`, `/lora-adapters`, `lora` of a request; one adapter for each request",
+        (
+            "scales:test_a_scale_gives_what_merged_weights_give",
+            "scales:test_no_request_sees_the_scales_of_others",
+            "scales:test_the_scales_of_all_are_changed_for_later_requests",
+            "scales:test_a_request_has_its_own_scale",
+        ),
+    ),
+    Row(
+        "llama-server: POST /props",
         "no",
-        "`/lora-adapters` has none, for an adapter is a model of its own; no settings",
+        "no settings",
         ("llama:test_llama_what_is_not_done_is_told", "llama:test_llama_props_takes_no_settings"),
     ),
     Row(

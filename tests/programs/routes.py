@@ -42,7 +42,7 @@ REASONS = {
 }
 """Why routes that reply with a 501 do so."""
 
-TEXT_ONLY, NO_LORA = "models read and write text only", "adapters are not loaded; merge them into the checkpoint"
+TEXT_ONLY = "models read and write text only"
 ONE_PROCESS = "one process computes the model"
 NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/audio/transcriptions": ("OpenAI, vLLM", TEXT_ONLY),

@@ -277,7 +277,7 @@ def test_K16_create_sets_system_template_and_parameters(server: Folded, client: 
         ({"parameters": {"temperature": -1}}, "parameters.temperature: -1"),
         ({"parameters": {"num_predict": -3}}, "parameters.num_predict: -3"),
         ({"parameters": ["temperature"]}, "parameters: "),
-        ({"adapters": {"a.gguf": "sha256:" + "0" * 64}}, "adapters: not supported here; merge the adapter"),
+        ({"adapters": {"a.gguf": "sha256:" + "0" * 64}}, "adapters.a.gguf: "),
         ({"messages": [{"role": "user", "content": "x"}]}, "messages: not supported here"),
     ],
 )

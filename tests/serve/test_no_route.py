@@ -16,7 +16,6 @@ from tests.support.server import HTTP, Live
         ("GET", "/nothing/like/it", 404, "there is no /nothing/like/it here; GET /docs lists all routes"),
         ("GET", "/v1/completions", 405, "/v1/completions takes POST, not GET"),
         ("POST", "/v1/responses/compact", 501, "/v1/responses/compact: not supported here; it is opaque state"),
-        ("POST", "/lora-adapters", 501, "/lora-adapters: not supported here; an adapter is a model of its own"),
         ("POST", "/slots/3", 501, "/slots/3: not supported here; start the server with --slot-save-path FOLDER"),
         ("POST", "/api/create", 501, "/api/create: not supported here; the model is named when the server starts"),
     ],

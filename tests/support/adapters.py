@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tests.formats.gguf.models import ARCHITECTURES, converted, gguf_name
 from torch import Tensor
+
+import gguf  # isort: skip
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
@@ -40,6 +44,32 @@ def write_adapter(
                 tensors[f"base_model.model.{layer}.lora_{side}.weight"] = numbers.to(dtype)
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
+
+
+def write_gguf(adapter: Path, file: Path, base: Path, kind: str = "F32", **fields: Any) -> Path:
+    """Write a PEFT adapter as llama.cpp's converter does, by gguf-py. base: the folder of its model. kind: the type of
+    the numbers. fields: further metadata."""
+    config = json.loads((base / "config.json").read_text())
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(settings["lora_alpha"]))
+    for key, value in fields.items():
+        writer.add_string(key.replace("_", "."), value)
+    for name, numbers in load_file(adapter / "adapter_model.safetensors").items():
+        layer, side = name.removeprefix("base_model.model.").split(".lora_")
+        values = numbers.float()
+        if side == "B.weight":
+            values = converted(f"{layer}.weight", values, config)
+        stored = f"{gguf_name(f'{layer}.weight', config['model_type'])}.lora_{side[0].lower()}"
+        form = gguf.GGMLQuantizationType[kind if values.shape[1] % 32 == 0 else "F32"]
+        writer.add_tensor(stored, gguf.quants.quantize(np.ascontiguousarray(values.numpy()), form), raw_dtype=form)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 def merged(weights: dict[str, Tensor], adapter: Path, scale: float) -> dict[str, Tensor]:

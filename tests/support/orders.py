@@ -34,6 +34,7 @@ BODIES: dict[str, Any] = {
     "POST /fleet/update": {},
     "POST /inspect/hold": {},
     "POST /inspect/plan": {"config": LLAMA, "hardware": "h100"},
+    "POST /lora-adapters": [],
     "POST /v1/completions": COMPLETION,
     "POST /v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/nowhere"},
     "POST /v1/unload_lora_adapter": {"lora_name": "a"},

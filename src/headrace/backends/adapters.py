@@ -49,11 +49,15 @@ class Place(NamedTuple):
     order: NDArray[np.int64] | None
 
 
+Prepared = list[tuple[Place, Any]]
+"""Places and what a backend keeps for them."""
+
+
 class Adapters(ABC):
     """The places of a model's adapters, and who is in which slot. A subclass keeps the weights.
 
     Args:
-        num_slots: adapters that are in memory at once.
+        num_slots: for adapters, and for those that share the weights of others.
         max_rank: the greatest rank of one.
     """
 
@@ -68,26 +72,43 @@ class Adapters(ABC):
             self.places[name] = Place(matrix, part, linear.num_in, begin, num_out, order)
             begin += num_out
 
-    def load(self, slot: int, layers: Mapping[str, LayerAdapter]) -> None:
-        """Put the adapters of some layers into a slot, in place of those that are there.
+    def prepare(self, layers: Mapping[str, LayerAdapter]) -> Prepared:
+        """Return the adapters of some layers in the backend's form. Changes nothing, so any thread may call it.
 
-        Raises `CheckpointError`, with nothing changed, for a layer that the model does not have or that takes none, and
-        for weights of another shape.
+        Raises `CheckpointError` for a layer that the model does not have or that takes none, and for weights of another
+        shape.
         """
         for name, layer in layers.items():
             self._check(name, layer)
-        self.clear(slot)
+        prepared = []
         for name, (a, b, scale) in layers.items():
             place = self.places[name]
-            self._put(slot, place, LayerAdapter(a, b if place.order is None else b[place.order], scale))
+            b = b if place.order is None else b[place.order]
+            prepared.append((place, self._prepare(LayerAdapter(a, b, scale))))
+        return prepared
+
+    def load(self, slot: int, prepared: Prepared) -> None:
+        """Put adapters of layers into a slot, in place of those that are there."""
+        self.clear(slot)
+        for place, layer in prepared:
+            self._put(slot, place, layer)
+
+    @abstractmethod
+    def share(self, slot: int, source: int, factor: float) -> None:
+        """Put the adapter of the slot `source` into another too, with its products times `factor`. The weights are
+        the same ones."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
         """Free a slot."""
 
     @abstractmethod
-    def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
-        """Keep the adapter of one layer in a slot."""
+    def _prepare(self, layer: LayerAdapter) -> Any:
+        """Return the adapter of one layer in the backend's form."""
+
+    @abstractmethod
+    def _put(self, slot: int, place: Place, layer: Any) -> None:
+        """Keep the adapter of one layer, in the backend's form, in a slot."""
 
     def _check(self, name: str, layer: LayerAdapter) -> None:
         place, rank = self.places.get(name), len(layer.a)

@@ -1,4 +1,5 @@
-"""Reads adapters in PEFT's layout (adapter_config.json and adapter_model.safetensors): LoRA alone.
+"""Reads adapters in PEFT's layout (adapter_config.json and adapter_model.safetensors), LoRA alone, and by
+`gguf_adapters` in llama.cpp's.
 
 Everything in the config that would change the output and that headrace does not compute is refused by name. Knows files
 and shapes; must not know models or backends. Called by `engine.library.adapter_set`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any, NamedTuple
 
 from headrace import foreign
 from headrace.backends.adapters import LayerAdapter
+from headrace.checkpoint import gguf_adapters
+from headrace.checkpoint.gguf_adapters import Base
 from headrace.checkpoint.mapped import MappedFile
 from headrace.checkpoint.names import text_name
 from headrace.models.config import ModelConfig
@@ -26,9 +30,10 @@ logger = logging.getLogger(__name__)
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, SIDES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 
+ENDS = re.compile(r"\.lora_embedding_[AB]$|(^|\.)(embed_tokens|wte|lm_head)\.")
 REFUSED = {
-    "use_dora": "DoRA: the magnitudes need the norms of the base's weights",
-    "modules_to_save": "whole layers in place of the base's",
+    "use_dora": "DoRA: it scales the base's products too, by the norms of weights that are packed here; merge it",
+    "modules_to_save": "whole layers in place of the base's, which all rows of a step share; merge them",
     "bias": "biases that were trained too",
     "lora_bias": "a bias of B",
     "target_parameters": "adapters of experts' parameters",
@@ -60,10 +65,17 @@ class Adapter(NamedTuple):
     base: str
 
 
-def read(directory: Path) -> Adapter:
-    """Read the adapter in a folder. Raises `CheckpointError`, which names the file and the key or tensor."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no folder with {CONFIG} and {WEIGHTS}")
+def read(path: Path, base: Base | None = None) -> Adapter:
+    """Read the adapter in a folder, or in a GGUF file for the model `base`. Raises `CheckpointError`, which names the
+    file and the key or tensor."""
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no folder with {CONFIG} and {WEIGHTS}, and no GGUF file")
+    return _adapter(gguf_adapters.read(path, base))
+
+
+def _read_folder(directory: Path) -> Adapter:
     path = directory / CONFIG
     config = foreign.read_object(path, foreign.CONFIG)
     _check(config, path)
@@ -71,16 +83,19 @@ def read(directory: Path) -> Adapter:
         others = f", only {PICKLE}, a pickle, which can run any code" if (directory / PICKLE).is_file() else ""
         raise CheckpointError(f"{directory} has no {WEIGHTS}{others}")
     file = MappedFile(directory / WEIGHTS)
-    layers = _layers(file, config, path)
+    adapter = _adapter(_layers(file, config, path), str(config.get("base_model_name_or_path") or ""))
+    file.release()
+    return adapter
+
+
+def _adapter(layers: Mapping[str, LayerAdapter], base: str = "") -> Adapter:
     hasher = sha256()
     for name, (a, b, scale) in sorted(layers.items()):
         for part in (name, type_name(a), str(a.shape), type_name(b), str(b.shape), scale.hex()):
             hasher.update(part.encode() + b"\0")
         hasher.update(a.tobytes())
         hasher.update(b.tobytes())
-    rank = max(len(layer.a) for layer in layers.values())
-    file.release()
-    return Adapter(layers, hasher.hexdigest(), rank, str(config.get("base_model_name_or_path") or ""))
+    return Adapter(layers, hasher.hexdigest(), max(len(layer.a) for layer in layers.values()), base)
 
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
@@ -106,6 +121,11 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
     ranks, alphas = (_pattern(config, name, path) for name in ("rank_pattern", "alpha_pattern"))
     sides: dict[str, dict[str, Any]] = {}
     for name in file.entries:
+        if ENDS.search(name):
+            raise CheckpointError(
+                f"{file.path}: {name} changes the embedding or the head, which all rows of a step share and which take "
+                "no adapter; train without it, or merge the adapter into the weights"
+            )
         side = next((side for side in SIDES if name.endswith(side)), None)
         if side is None or not name.startswith(PREFIX):
             raise CheckpointError(f"{file.path}: {name} is no {PREFIX}<layer>{SIDES[0]} or {SIDES[1]}")

@@ -101,10 +101,12 @@ def engine(
     credentials = credentials_of(build(FleetFlags, fields), is_server=True)
     from headrace import hub
     from headrace.engine import logs
+    from headrace.engine.library.model_settings import with_adapter
     from headrace.engine.links import ProcessLink
     from headrace.fleet.remote.server import EngineServer, logger
 
     logs.set_up("info")
+    config = with_adapter(config)
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

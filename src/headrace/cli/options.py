@@ -88,7 +88,7 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_logprobs": "Log-probabilities a request may ask for per token; -1 allows the whole vocabulary.",
         "enable_lora": "Take adapters (LoRA): by --lora-modules, or while the server runs; see howto-adapters.md.",
         "lora_modules": "Adapter that requests may name in the model's place, as name=path of a folder in PEFT's "
-        "layout; may be given more than once.",
+        "layout or of a GGUF file; may be given more than once.",
         "max_loras": "Adapters in memory at once.",
         "max_lora_rank": "Greatest rank of an adapter.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "

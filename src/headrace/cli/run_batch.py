@@ -79,17 +79,21 @@ def _one(name: str, flag: str, argument: Path | None, option: Path | None) -> Pa
 async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerConfig, concurrency: int) -> Report:
     from headrace.engine.build import build_engine
     from headrace.engine.client import InprocClient
+    from headrace.engine.library.model_settings import with_adapter
     from headrace.serve.apis.openai.storage import offline_answerer
-    from headrace.serve.loading import ModelParts, RunningModel, default_params, load_text
+    from headrace.serve.loading import ModelParts, RunningModel, default_params, load_text, served_adapters
     from headrace.serve.storage.batch_file import answer_file
 
     # Lines beyond the queue's bound wait here, and not in the engine.
+    engine = with_adapter(engine)
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
     text = load_text(engine, server)
     parts = ModelParts(text.tokenizer, text.template, default_params(engine, server), engine.seed)
     model = RunningModel(client, server, engine.model, parts)
+    model.served.adapters = served_adapters(engine)
     await client.start()
     try:
+        model.served.adapters.take(client.info.adapters)
         with progress_bar("Requests") as show:
             return await answer_file(source, target, offline_answerer(model), concurrency, show)
     finally:

@@ -66,10 +66,12 @@ def load_adapters(store: AdapterStore, config: EngineConfig, is_restart: bool) -
     loaded: dict[str, LoadedAdapter] = {}
     for name, path in named_paths(config.lora_modules or ()).items():
         try:
-            loaded[name] = store.load(path)
+            loaded[name], prepared = store.read(path)
+            store.put(loaded[name], prepared)
         except RequestError as error:
             if not is_restart:
                 raise
+            loaded.pop(name, None)
             logger.error("the adapter %s is lost: %s", name, error)
     return loaded
 

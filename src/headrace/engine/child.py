@@ -25,12 +25,14 @@ from headrace import env
 from headrace.core.journal import Journal
 from headrace.core.reports import KeyReports
 from headrace.engine import logs, orders
+from headrace.engine.adapter_reads import AdapterReads
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore, Executor, Ticket
 from headrace.engine.holding import Hold
 from headrace.engine.parts import parts_of
 from headrace.engine.records.black_box import MAX_CHUNKS, BlackBox, StepShape
 from headrace.protocol import frames
+from headrace.protocol.adapters import LoadAdapter
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.step import Abort, Add, ResetPrefixCache, ScheduledBatch, StepOutput, StepResult
@@ -56,13 +58,14 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
     debug = env.debug_level()
     journal = core.journal = core.journal or Journal(core.scheduler, core.clock)
     reports: KeyReports | None = None
-    hold = Hold()
+    hold, reads = Hold(), AdapterReads(core, send)
     send(frames.Ready(core.info))
     while True:
         if core.on_idle is not None and not core.has_work() and core.num_steps:
             core.on_idle()
+        reads.settle()
         has_work = core.has_work()
-        messages = hold.wait(receive) if has_work and hold.must_wait else receive(not has_work)
+        messages = hold.wait(receive) if has_work and hold.must_wait else reads.wait(receive, not has_work)
         if messages is None:
             return
         for message in messages:
@@ -87,7 +90,11 @@ def drive(core: EngineCore, receive: Receive, send: Send) -> None:
                 case frames.ShareKeys(secret):
                     reports = share_keys(core, secret, reports)
                 case frames.Order(order_id, body):
-                    send(frames.Reply(order_id, orders.carry_out(core, body, hold)))
+                    order = orders.decode(body)
+                    if isinstance(order, LoadAdapter):
+                        reads.begin(order_id, order)
+                    else:
+                        send(frames.Reply(order_id, orders.carry_out(core, order, hold)))
                 case frames.Shutdown():
                     return
                 case frames.Start():

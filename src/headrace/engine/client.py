@@ -191,7 +191,7 @@ class EngineClient:
         return any(await asyncio.gather(*(replica.answers(seconds) for replica in self.replicas)))
 
     async def load_adapter(self, name: str, path: str) -> LoadedAdapter:
-        """Have all engines read the adapter in the folder `path`. Raises `RequestError`, `EngineDeadError`."""
+        """Have all engines read the adapter at `path`. Raises `RequestError`, `EngineDeadError`."""
         loaded: LoadedAdapter | None = None
         for replica in self.replicas:
             adapter = read_reply(await replica.orders.give(LoadAdapter(path), AdapterReply))

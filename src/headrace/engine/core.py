@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeAlias
 from headrace.core.journal import Journal
 from headrace.core.requests import verify_fit, verify_model
 from headrace.core.scheduler import Scheduler
-from headrace.core.sequence import NEVER
-from headrace.protocol.adapters import AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter
+from headrace.core.sequence import NEVER, Status
+from headrace.protocol.adapters import AdapterRead, AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter, base_of
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import EngineInfo, Request, ScheduledBatch, Stats, StepOutput, StepResult
 
@@ -150,14 +150,33 @@ class EngineCore:
     def stats(self) -> Stats:
         return self.scheduler.stats()
 
-    def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> AdapterReply:
-        """Load or unload an adapter between two steps. One that a sequence uses stays."""
+    def read_adapter(self, path: str) -> AdapterRead:
+        """Read an adapter. Any thread may call it, also in mid-step."""
         try:
             if self.adapters is None:
                 raise RequestError("enable_lora", False, "true for an engine that takes adapters")
+            return AdapterRead(*self.adapters.read(path))
+        except RequestError as error:
+            return AdapterRead(refused=(error.field, str(error.value), error.bound))
+
+    def change_adapters(self, order: LoadAdapter | AdapterRead | UnloadAdapter) -> AdapterReply:
+        """Load an adapter, which is read first or was read before, or unload one, between two steps. One that a
+        sequence uses stays."""
+        try:
             if isinstance(order, LoadAdapter):
-                return AdapterReply(self.adapters.load(order.path))
-            users = [seq for seq in self.scheduler.sequences.values() if seq.request.adapter == order.digest]
+                order = self.read_adapter(order.path)
+            if self.adapters is None:
+                raise RequestError("enable_lora", False, "true for an engine that takes adapters")
+            if isinstance(order, AdapterRead):
+                if order.adapter is not None:
+                    self.adapters.put(order.adapter, order.prepared)
+                return AdapterReply(order.adapter, order.refused)
+            # One that has ended and is not reported yet is no user, unless a step of it may still be computed.
+            users = [
+                seq
+                for seq in self.scheduler.sequences.values()
+                if (self._tickets or seq.status is not Status.FINISHED) and base_of(seq.request.adapter) == order.digest
+            ]
             if users:
                 raise RequestError("lora_name", order.digest[:12], f"one that no request uses; {len(users)} do")
             self.adapters.unload(order.digest)

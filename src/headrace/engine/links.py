@@ -26,7 +26,7 @@ from headrace.engine.core import EngineCore
 from headrace.engine.parts import Joiner
 from headrace.engine.records.black_box import BlackBox
 from headrace.protocol import frames
-from headrace.protocol.adapters import named_paths
+from headrace.protocol.adapters import NamedAdapter, named_paths
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import EngineDeadError, EngineLostError, HeadraceError
 from headrace.protocol.step import EngineInfo
@@ -176,7 +176,7 @@ class ProcessLink:
         form = "json" if self._logs_stderr else "text"
         config = self._config
         if config.enable_lora:
-            modules = [f"{name}={path}" for name, path in self.adapters.items()]
+            modules = [NamedAdapter(name, path).text() for name, path in self.adapters.items()]
             config = msgspec.structs.replace(config, lora_modules=modules or None)
         start = frames.Start(config, box.fds, self._is_restart, form, self._log_level, self._cpus)
         self._writer.write(frames.encode(start))

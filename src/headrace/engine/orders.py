@@ -26,14 +26,16 @@ Body = MoveSession | ReadCache | ReadFingerprint | HoldSteps | LoadAdapter | Unl
 _decoder: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body)
 
 
-def carry_out(core: EngineCore, body: bytes, hold: Hold) -> bytes:
-    """Do an order and return its result as msgpack. `hold` is the engine's.
-
-    Raises `TransportError` for anything but one of `Body`."""
+def decode(body: bytes) -> Body:
+    """Return an order. Raises `TransportError` for anything but one of `Body`."""
     try:
-        order = _decoder.decode(body)
+        return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise frames.TransportError(f"not an order to the engine: {error}") from error
+
+
+def carry_out(core: EngineCore, order: Body, hold: Hold) -> bytes:
+    """Do an order and return its result as msgpack. `hold` is the engine's."""
     match order:
         case MoveSession():
             return msgspec.msgpack.encode(sessions.move(core, order))

@@ -6,8 +6,10 @@ server's defaults, which a request overrides.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from headrace.migration import settings
@@ -26,7 +28,7 @@ from headrace.migration.settings import (
     whole,
     words,
 )
-from headrace.migration.vllm import NO_LORA, NO_TOOLS, ONE_RANK, TEXT_ONLY
+from headrace.migration.vllm import NO_TOOLS, ONE_RANK, TEXT_ONLY
 
 CACHE_TYPES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8", "q5_0": "int8", "q5_1": "int8",
@@ -135,6 +137,27 @@ def _drafts(text: str) -> int:
     return min(whole(text), 64)
 
 
+def _adapters(text: str) -> list[str]:
+    """Return adapters for --lora-modules, which requests use that name the model itself."""
+    return [_adapter(path, 1.0) for path in words(text)]
+
+
+def _scaled_adapters(text: str) -> list[str]:
+    adapters = []
+    for each in words(text):
+        path, colon, scale = each.rpartition(":")
+        if not colon or not path:
+            raise ValueError("PATH:SCALE, several with commas, or PATH SCALE")
+        adapters.append(_adapter(path, number(scale)))
+    return adapters
+
+
+def _adapter(path: str, scale: float) -> str:
+    """Return an adapter as JSON: its name is that of the file or folder."""
+    name = Path(path).stem if path.endswith(".gguf") else Path(path).name
+    return json.dumps({"name": name, "path": path, "scale": scale})
+
+
 def _slower(text: str) -> float:
     return 1.0 / number(text) if number(text) else 1.0
 
@@ -160,6 +183,8 @@ def _device(text: str) -> str:
 _done, _no_effect, _switch, _refused = settings.makers(LLAMA_SERVER)
 _GPU = "a model is not split between CPU and GPU; see --backend and --device"
 _MAPPED = "packed files and GGUF files are mapped into memory"
+LORA = "lora_modules"
+_TAKES_LORA = (("enable_lora", "true"),)
 _LOG = "see --uvicorn-log-level and --log-format"
 _PINNED = "start the server under taskset or nice"
 _LOOKUP = "see --speculative-config, method ngram"
@@ -335,12 +360,13 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--cors-credentials --no-cors-credentials", "see --allowed-origins"),
     _no_effect("--tools --tools-runtime --mcp-servers-config --mcp-servers-json", NO_TOOLS),
     _switch("-ag --agent -no-ag --no-agent", NO_TOOLS),
-    _switch("--lora-init-without-apply", NO_LORA),
+    _done("--lora", LORA, convert=_adapters, also=_TAKES_LORA),
+    _done("--lora-scaled", LORA, convert=_scaled_adapters, also=_TAKES_LORA, takes_number=True),
+    _done("--lora-init-without-apply", f"{LORA}.scale", takes_value=False, fixed="0", why="of all adapters"),
     _refused("--models-preset", "the flags hold for every model of the folder"),
     _refused("-mu --model-url -dr --docker-repo", "fetch the file, and give its path"),
     _refused("-hff --hf-file", "give the repository and the file as one path, or fetch the file"),
     _refused("-hft --hf-token", "set HF_TOKEN"),
-    _refused("--lora --lora-scaled", NO_LORA),
     _refused("--control-vector --control-vector-scaled --control-vector-layer-range", "change the weights of a copy"),
     _refused("--gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default",
              "name the model", takes_value=False),

@@ -36,7 +36,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     `fixed`. `also`: further fields with their values.
     neutral: the values with which it has no effect here; None: any value.
     why: why it has no effect, or the alternative; of a flag that sets a field, the difference here.
-    takes_value: whether a value follows the flag. `may_follow`: the only words that are its value; it has none else.
+    takes_value: whether a value follows the flag. `takes_number`: a second word that is a number belongs to it, as if a
+    colon stood between them. `may_follow`: the only words that are its value; it has none else.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     neutral: tuple[str, ...] | None = ()
     why: str = ""
     takes_value: bool = True
+    takes_number: bool = False
     may_follow: tuple[str, ...] = ()
 
     @property

@@ -13,7 +13,6 @@ ONE_RANK = "the ranks of a model are processes of one host; see --tensor-paralle
 _HOSTS = "ranks of other hosts come by themselves, each by a headrace rank; see --rendezvous"
 _ENGINES = "engines of other hosts are named: run a headrace engine on each, and name them with --engine"
 TEXT_ONLY = "models read text only"
-NO_LORA = "give a folder in PEFT's layout with --enable-lora --lora-modules name=path; see howto-adapters.md"
 TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
 NO_TOOLS = "the server runs no tools; the client does"
 _FORMATS = "formats are those of the chat template; see --tool-call-parser and --reasoning-parser"

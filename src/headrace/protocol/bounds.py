@@ -69,6 +69,7 @@ _OTHERS = [
     Bound("watermark_gamma", "float", 0.01, 0.99, "share of tokens that are green after each token"),
     Bound("watermark_delta", "float", 0.0, 100.0, "added to green tokens' logits"),
     Bound("watermark_hashing_key", "int", 0, MAX_INT, "key of the green tokens"),
+    Bound("lora_scale", "float", -1000.0, 1000.0, "by what an adapter's change of the model is multiplied"),
     Bound("token_id", "int", 0, MAX_INT32, "a token id, below the model's vocabulary size"),
     Bound("timeout", "float", 0.001, 86400.0, "seconds that the whole call may take; then it fails"),
     Bound("priority", "int", -(2**31), MAX_INT32, "lower is sooner, under --scheduling-policy priority"),

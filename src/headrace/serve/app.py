@@ -26,6 +26,7 @@ from headrace import __version__, env
 from headrace.engine import logs
 from headrace.engine.client import EngineClient
 from headrace.engine.library.model_folder import ModelFolder
+from headrace.engine.library.model_settings import with_adapter
 from headrace.engine.tenants import Limits, Rates
 from headrace.fleet.engines.local import client_of
 from headrace.insight.explainer import Explainers
@@ -338,6 +339,7 @@ def make_app(
             bound = "1 without MODEL: models of the folder have an engine each"
             raise RequestError("data_parallel_size", server.data_parallel_size, bound)
         return create_app(None, server, engine.model, ModelParts(engine=engine, why=why), folder)
+    engine = with_adapter(engine)
     parts = ModelParts.load(engine, server)._replace(why=why)
     return create_app(make_client(engine, server), server, engine.model, parts, folder)
 

@@ -171,6 +171,7 @@ class Lifespan:
             if default is not None:
                 await default.served.warm_up()
                 await default.client.start()
+                default.served.adapters.take(default.client.info.adapters)
             policy = self._policy if default is None else default.client.info.scheduling_policy
             self.storage.start(policy)
             if default is not None:
@@ -186,7 +187,6 @@ class Lifespan:
             return
         info = default.client.info
         served = default.served
-        served.adapters |= info.adapters
         extra = startup.summary(
             info,
             default.path,

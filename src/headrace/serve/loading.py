@@ -30,9 +30,11 @@ from headrace.insight import audit
 from headrace.insight.explainer import Explainer, Explainers
 from headrace.insight.metrics import ServerMetrics
 from headrace.insight.tracing import Tracer, otlp
+from headrace.protocol.adapters import named_adapters
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.serve.call.adapters import ServedAdapters
 from headrace.serve.call.call import ModelDefaults
 from headrace.serve.call.dialect import Dialect
 from headrace.serve.call.models import ModelSet
@@ -229,6 +231,7 @@ class Loader:
         try:
             model = await asyncio.to_thread(self._prepare, name)
             await asyncio.gather(model.client.start(), model.served.warm_up())
+            model.served.adapters.take(model.client.info.adapters)
             return model
         except BaseException:
             if model is not None:
@@ -239,6 +242,7 @@ class Loader:
     def _prepare(self, name: str) -> RunningModel:
         path = str(self._folder.path(name))
         engine = msgspec.structs.replace(self._engine, model=path, enable_lora=False, lora_modules=None)
+        engine = model_settings.with_adapter(engine)
         # A name that leads here is the model's: `ModelSet` has found it.
         names = [name, *([f"{name}:latest"] if ":" not in name else [])]
         server = msgspec.structs.replace(self._server, served_model_name=names, any_model_name=True)
@@ -269,6 +273,7 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
         takes_any_name=bool(server.any_model_name),
         trusts_templates=server.trust_request_chat_template,
     )
+    served.adapters = served_adapters(parts.engine)
     served.template_variables = dict(server.default_chat_template_kwargs or {})
     for name in RENDER_OPTIONS & served.template_variables.keys():
         raise RequestError("default_chat_template_kwargs", name, "a variable of the template's own")
@@ -276,6 +281,12 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
     served.tags = [tag for text in server.tags or () for tag in text.split(",") if tag]
     served.is_verbose = server.uvicorn_log_level in ("debug", "trace")
     return served
+
+
+def served_adapters(engine: EngineConfig | None) -> ServedAdapters:
+    """Return the adapters of an engine that is not started, by their scales alone."""
+    modules = (engine.lora_modules if engine is not None else None) or ()
+    return ServedAdapters({each.name: each.scale for each in named_adapters(modules) if each.scale})
 
 
 class ModelText(NamedTuple):

@@ -107,15 +107,16 @@ class Readable(ABC):
         self.answer.close()
 
 
-async def body(request: Request, may_lack: bool = False) -> dict[str, Any]:
-    """Return the request's JSON object; with `may_lack` no body is an empty one.
+async def body(request: Request, may_lack: bool = False, is_list: bool = False) -> Any:
+    """Return the request's JSON object; with `may_lack` no body is an empty one. `is_list`: its JSON list.
 
     Raises `RequestError` and the errors of `limits`."""
     async with contextlib.AsyncExitStack() as memory:
         raw = await in_time(memory.enter_async_context(read_body(request.scope, request.receive)), "its body was read")
         if may_lack and not raw:
             return {}
-        return await in_time(off_loop(len(raw) // 16, lambda: parse_json(raw), _parser), "its body was parsed")
+        parse = lambda: parse_json(raw, is_list=True) if is_list else parse_json(raw)  # noqa: E731
+        return await in_time(off_loop(len(raw) // 16, parse, _parser), "its body was parsed")
 
 
 def get(app: Starlette, path: str, function: Callable[..., Any], api: Api = OPENAI, **about: Any) -> None:

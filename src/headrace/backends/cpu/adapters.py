@@ -6,7 +6,7 @@ runs: so adapters come and go without a new tape. Knows matrices and buffers; mu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,16 @@ if TYPE_CHECKING:
 PART = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i4"), ("type", "i4"), ("scale", "f8")])
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 LANES = 16
+
+
+class Stored(NamedTuple):
+    """The adapter of a layer in the form of the records: A [rank, in] and B transposed [rank, out], both padded."""
+
+    a: NDArray[Any]
+    b: NDArray[Any]
+    rank: int
+    type: int
+    scale: float
 
 
 class Spot:
@@ -52,12 +62,22 @@ class CpuAdapters(Adapters):
             for key in [key for key in spot.matrices if key[0] == slot]:
                 del spot.matrices[key]
 
-    def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
-        spot, dtype = self.spots[place.matrix], stored_type(layer)
-        a, b = padded(layer.a, dtype), padded(layer.b.T, dtype)
+    def share(self, slot: int, source: int, factor: float) -> None:
+        self.clear(slot)
+        for spot in self.spots.values():
+            spot.table[slot] = spot.table[source]
+            spot.table[slot]["scale"] *= factor
+            parts = range(len(spot.begins) - 1)
+            spot.matrices |= {(slot, i): spot.matrices[source, i] for i in parts if (source, i) in spot.matrices}
+
+    def _prepare(self, layer: LayerAdapter) -> Stored:
+        dtype = stored_type(layer)
+        return Stored(padded(layer.a, dtype), padded(layer.b.T, dtype), len(layer.a), TYPES[dtype], layer.scale)
+
+    def _put(self, slot: int, place: Place, layer: Stored) -> None:
+        spot, (a, b, *facts) = self.spots[place.matrix], layer
         spot.matrices[slot, place.part] = a, b
-        address_a, address_b = a.ctypes.data, b.ctypes.data
-        spot.table[slot, place.part] = address_a, address_b, len(layer.a), TYPES[dtype], layer.scale
+        spot.table[slot, place.part] = a.ctypes.data, b.ctypes.data, *facts
 
     def before(self, graph: Graph, x: Value, matrix: Any) -> Value | None:
         """Put the record of A x for a matrix that may have adapters, and return its outputs."""

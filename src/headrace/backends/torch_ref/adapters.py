@@ -37,9 +37,18 @@ class RefAdapters(Adapters):
         for of_matrix in self._layers.values():
             of_matrix.pop(slot, None)
 
-    def _put(self, slot: int, place: Place, layer: LayerAdapter) -> None:
+    def share(self, slot: int, source: int, factor: float) -> None:
+        self.clear(slot)
+        for of_matrix in self._layers.values():
+            if source in of_matrix:
+                of_matrix[slot] = [(place, a, b, scale * factor) for place, a, b, scale in of_matrix[source]]
+
+    def _prepare(self, layer: LayerAdapter) -> tuple[Tensor, Tensor, float]:
         a, b = (_along(tensor(each).float().T, self.device) for each in (layer.a, layer.b))
-        self._layers[place.matrix].setdefault(slot, []).append((place, a, b, layer.scale))
+        return a, b, layer.scale
+
+    def _put(self, slot: int, place: Place, layer: tuple[Tensor, Tensor, float]) -> None:
+        self._layers[place.matrix].setdefault(slot, []).append((place, *layer))
 
     def added(self, x: Tensor, matrix: Any, out: Tensor) -> Tensor:
         """Return the product `out` of x, float32, with what the adapters of its rows add."""

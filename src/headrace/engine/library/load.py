@@ -173,7 +173,7 @@ def _build_runner(
     if spec is not None and drafter is not None and target is not None:
         speculator = make_speculator(spec, drafter, target, eos_token_ids)
     places: Adapters | None = backend.ops.adapters
-    adapters = None if places is None else AdapterSet(places)
+    adapters = None if places is None else AdapterSet(places, config.max_loras, model_config)
     runner = Runner(program, sampler, matchers, speculator, adapters)
     info = EngineInfo(
         model=config.model,
@@ -428,7 +428,9 @@ def _adapters(config: EngineConfig, backend: Backend) -> Adapters | None:
     `RequestError` for a backend that has none."""
     if not config.enable_lora:
         return None
-    places = backend.take_adapters(config.max_loras, config.max_lora_rank)
+    # Of the scaled ones a step has at most one for each of its sequences, and so has the step before it.
+    num_slots = config.max_loras + 2 * config.max_num_seqs
+    places = backend.take_adapters(num_slots, config.max_lora_rank)
     if places is None:
         raise RequestError("enable_lora", True, f"left out: the backend {backend.name} takes no adapters as yet")
     return places

@@ -63,6 +63,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Any] = {}
     info: dict[str, Any] = {}
     settings: ModelSettings = ModelSettings()
+    has_adapter: bool = False
 
 
 def files_of(path: Path) -> list[Path]:
@@ -98,7 +99,9 @@ def facts_of(path: Path) -> ModelFacts:
         }
         weights, settings = hub.resolve(str(path)), model_settings.read(path)
         facts = _of_gguf(weights, about) if weights.is_file() else _of_directory(weights, about)
-        return msgspec.structs.replace(facts, template=settings.template or facts.template, settings=settings)
+        has_adapter = model_settings.adapter_of(path) is not None
+        template = settings.template or facts.template
+        return msgspec.structs.replace(facts, template=template, settings=settings, has_adapter=has_adapter)
     except OSError as error:
         raise CheckpointError(f"{path} can not be read: {error}") from error
 

@@ -24,6 +24,7 @@ import tempfile
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
@@ -44,6 +45,7 @@ DIGEST = re.compile("sha256:[0-9a-f]{64}")
 NAME_RULE = "NAME, NAME:TAG or OWNER/NAME of letters, digits and . _ + -"
 BLOBS, UNFINISHED, PULLS = ".blobs", ".unfinished", ".pulls"
 NO_SETTINGS = ModelSettings()
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 HUBS = ("https://", "hf.co/", "huggingface.co/")
 """Prefixes by which Ollama's users name a model on the hub."""
@@ -146,14 +148,21 @@ class ModelFolder:
 
     # -- changes
 
-    def copy(self, source: str, target: str, settings: ModelSettings = NO_SETTINGS) -> None:
-        """Give a model a second name, and add settings under it. The two share the bytes of the other files on the
-        disk, and each may be deleted.
+    def copy(
+        self,
+        source: str,
+        target: str,
+        settings: ModelSettings = NO_SETTINGS,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Give a model a second name, and add settings under it, and an adapter, as in `create`.
+        The two models share the bytes of the other files on the disk, and each may be deleted.
 
-        Raises `RequestError` for a name that none can have."""
+        Raises `RequestError` for a name that none can have, and for files that are no adapter's."""
         path = self.path(source)
         files = gguf.files_of(path) if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
         base = path.parent if path.is_file() else path
+        adapter = self._adapter(adapters)
 
         def fill(folder: Path) -> None:
             for file in files:
@@ -161,26 +170,46 @@ class ModelFolder:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _link(file, place)
             model_settings.update(folder, settings)
+            _add_adapter(folder, adapter)
 
         self._make(target, fill)
 
-    def create(self, target: str, files: Mapping[str, str], settings: ModelSettings = NO_SETTINGS) -> None:
-        """Make a model of uploaded files, the digest of each by the name that it gets, and of settings. Raises
-        `RequestError`, also if they are no model."""
-        blobs = {name: self.blob(digest) for name, digest in files.items()}
-        for name, path in blobs.items():
-            if not FILE_NAME.fullmatch(name):
-                bound = "the name of a file of a model, such as model.gguf or config.json, without a folder"
-                raise RequestError("files", name, bound)
-            if not path.is_file():
-                raise RequestError(f"files.{name}", files[name], "the digest of a file that was sent to /api/blobs")
+    def create(
+        self,
+        target: str,
+        files: Mapping[str, str],
+        settings: ModelSettings = NO_SETTINGS,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Make a model of uploaded files, the digest of each by the name that it gets, of settings and of the files of
+        an adapter. Raises `RequestError`, also if they are no model."""
+        blobs, adapter = self._blobs("files", files), self._adapter(adapters)
 
         def fill(folder: Path) -> None:
             for name, path in blobs.items():
                 _link(path, folder / name)
             model_settings.update(folder, settings)
+            _add_adapter(folder, adapter)
 
         self._make(target, fill)
+
+    def _blobs(self, field: str, files: Mapping[str, str]) -> dict[str, Path]:
+        blobs = {name: self.blob(digest) for name, digest in files.items()}
+        for name, path in blobs.items():
+            if not FILE_NAME.fullmatch(name):
+                bound = "the name of a file of a model, such as model.gguf or config.json, without a folder"
+                raise RequestError(field, name, bound)
+            if not path.is_file():
+                raise RequestError(f"{field}.{name}", files[name], "the digest of a file that was sent to /api/blobs")
+        return blobs
+
+    def _adapter(self, files: Mapping[str, str]) -> dict[str, Path]:
+        names = sorted(files)
+        is_gguf = len(names) == 1 and names[0].endswith(".gguf")
+        if names and not is_gguf and not set(ADAPTER_FILES) <= files.keys():
+            bound = f"{' and '.join(ADAPTER_FILES)}, or one GGUF file"
+            raise RequestError("adapters", ", ".join(names)[:80], bound)
+        return self._blobs("adapters", files)
 
     def delete(self, name: str) -> None:
         """Delete a model, with its folder if that is empty then. Raises `ModelNotFoundError`."""
@@ -309,6 +338,17 @@ def plain_name(name: str) -> str:
 def _gguf_name(path: Path) -> str:
     match = gguf.SPLIT_NAME.fullmatch(path.name)
     return match[1] if match and len(gguf.files_of(path)) > 1 else path.stem
+
+
+def _add_adapter(folder: Path, files: Mapping[str, Path]) -> None:
+    """Put an adapter into a model's folder, in place of one that is there."""
+    if not files:
+        return
+    place = folder / model_settings.ADAPTER
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for name, path in files.items():
+        _link(path, place / name)
 
 
 def _link(source: Path, target: Path) -> None:

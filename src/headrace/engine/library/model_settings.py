@@ -1,7 +1,8 @@
 """`ModelSettings`: the settings that Ollama's `create` writes for a model of the models folder, in `headrace.json` next
 to its files.
 
-A default system message, a chat template in place of the model's own, and default sampling parameters. Knows files;
+A default system message, a chat template in place of the model's own, default sampling parameters; and an adapter, in a
+folder beside it. Knows files;
 `engine.library.model_folder` writes them, and `serve.loading` and `llm` apply them when the model runs.
 """
 
@@ -14,12 +15,17 @@ from typing import Any
 import msgspec
 
 from headrace import foreign, gguf, hub
+from headrace.protocol.adapters import NamedAdapter
+from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.parameters import PARAMETERS
 
 logger = logging.getLogger("headrace.server")
 
 FILE = "headrace.json"
+ADAPTER = ".adapter"
+"""The folder of a model's own adapter, with PEFT's two files or a GGUF file."""
+ADAPTER_NAME = "adapter"
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -63,6 +69,26 @@ def update(directory: Path, settings: ModelSettings) -> None:
     path = directory / FILE
     path.unlink(missing_ok=True)
     path.write_bytes(msgspec.json.encode(changed))
+
+
+def adapter_of(model: str | Path) -> Path | None:
+    """Return where a model's own adapter lies, None for a model without one."""
+    folder = Path(model) / ADAPTER
+    if not folder.is_dir():
+        return None
+    return next(iter(sorted(folder.glob("*.gguf"))), folder)
+
+
+def with_adapter(config: EngineConfig) -> EngineConfig:
+    """Return a config with the adapter that is part of its model, if there is one: requests that name the model get
+    it. Raises `RequestError` where the config has others for these requests."""
+    path = adapter_of(config.model)
+    if path is None:
+        return config
+    module = NamedAdapter(ADAPTER_NAME, str(path), 1.0).text()
+    if module in (config.lora_modules or ()):
+        return config
+    return msgspec.structs.replace(config, enable_lora=True, lora_modules=[module, *(config.lora_modules or ())])
 
 
 def default_params(model: str, revision: str | None, takes_advice: bool = True) -> dict[str, Any]:

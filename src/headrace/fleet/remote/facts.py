@@ -57,7 +57,7 @@ def check(loaded: Loaded) -> None:
         if len(text) > MAX_LETTERS:
             raise _refusal(field, text[:20] + "...", f"of at most {MAX_LETTERS} letters")
     for name, adapter in info.adapters.items():
-        if max(map(len, (name, adapter.digest, adapter.base))) > MAX_LETTERS:
+        if max(map(len, (name, adapter.digest, adapter.base, adapter.path))) > MAX_LETTERS:
             raise _refusal("info.adapters", name[:20] + "...", f"of at most {MAX_LETTERS} letters")
     if info.scheduling_policy not in POLICIES:
         raise _refusal("info.scheduling_policy", info.scheduling_policy[:80], f"one of {', '.join(POLICIES)}")

@@ -23,6 +23,7 @@ from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LEAST_SHARE, NONES, OWN_DEFAULTS, SHARES, names_in
 from headrace.protocol.params import SamplingParams, Watermark
+from headrace.serve.call.adapters import AdapterScale
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.messages import ChatMessage, read_messages, without_billing
@@ -179,13 +180,14 @@ class Call(msgspec.Struct, kw_only=True):
     """The fields that chats and text completions have in common.
 
     `sampling` are the sampling parameters that the request gives; others take the model's defaults, and then
-    `own_defaults`, which the API has. `form` is the form
+    `own_defaults`, which the API has. `lora`: llama-server's scales of adapters. `form` is the form
     of the answer. `add_special_tokens` None: as the kind of prompt usually has them. `timeout` is in seconds from
     `arrival_time`, which is monotonic. `spelling` maps names of the engine's fields to the request's.
     `cuts_max_tokens`: a max_tokens beyond the context is cut to it, with a warning; otherwise it is an error.
     """
 
     model: str | None = None
+    lora: list[AdapterScale] | None = None
     sampling: SamplingFields = msgspec.field(default_factory=SamplingFields)
     own_defaults: SamplingFields = msgspec.field(default_factory=SamplingFields)
     form: StructuredOutputs | None = None

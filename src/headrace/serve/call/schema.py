@@ -15,6 +15,7 @@ import msgspec
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OPENAI
+from headrace.serve.call.adapters import AdapterScale
 from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
 
 
@@ -65,6 +66,8 @@ class Sampled(Body, forbid_unknown_fields=True, kw_only=True):
     # llama-server's names for two fields above.
     json_schema: str | dict[str, Any] | None = None
     grammar: str | None = None
+    # llama-server's scales of adapters.
+    lora: list[AdapterScale] | None = None
     # Labels for the caller's own records; they change no answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None

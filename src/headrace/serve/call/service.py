@@ -21,7 +21,6 @@ from headrace.engine.fair_worker import FairWorker
 from headrace.engine.generation import Generation, TextClient, in_time
 from headrace.engine.tenants import salted
 from headrace.protocol import bounds
-from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.beam import KEPT
 from headrace.protocol.constraints import StructuredOutputs
 from headrace.protocol.errors import (
@@ -34,6 +33,7 @@ from headrace.protocol.errors import (
 from headrace.protocol.parameters import PARAMETERS
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import EngineInfo
+from headrace.serve.call.adapters import AdapterScale, ServedAdapters
 from headrace.serve.call.call import Answer, Call, ChatCall, ModelDefaults, SamplingFields, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
@@ -118,7 +118,7 @@ class ServedModel:
         # Whether replies show their prompts, as llama-server's do with --verbose.
         self.is_verbose = False
         # The adapters that requests may name in the model's place.
-        self.adapters: dict[str, LoadedAdapter] = {}
+        self.adapters = ServedAdapters()
         # Returns the measured quality of the model in the form that the engine runs; None: it was not measured.
         self.quality: Callable[[EngineInfo], dict[str, Any] | None] = lambda info: None
         self.explain: Explain = no_explanations
@@ -340,9 +340,9 @@ class ServedModel:
         """Return the name in replies of OpenAI's API: the model's first, or the adapter's that a request names."""
         return name if name is not None and name in self.adapters else self.name
 
-    def adapter(self, name: str | None) -> str:
-        """Return the digest of the adapter that a request names, "" where it names the model."""
-        return self.adapters[name].digest if name in self.adapters else ""
+    def adapter(self, name: str | None, lora: Sequence[AdapterScale] | None = None) -> str:
+        """Return the adapter of a request, "" for none: see `ServedAdapters.of`. Raises `RequestError`."""
+        return self.adapters.of(name, lora)
 
     def _params(self, call: Call, fields: SamplingFields, max_tokens: int | None = None) -> SamplingParams:
         """Return the parameters of a call whose own are `fields`, with the model's defaults for absent ones, and the
@@ -402,7 +402,7 @@ class ServedModel:
         generation = await self.front.open(
             prompts,
             params,
-            RequestOptions(call.priority, call.cache_salt, self.draw, adapter=self.adapter(call.model)),
+            RequestOptions(call.priority, call.cache_salt, self.draw, adapter=self.adapter(call.model, call.lora)),
             arrival_time=call.arrival_time,
             beam=call.beam,
             rules=rules,

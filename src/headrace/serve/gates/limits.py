@@ -181,14 +181,15 @@ def _too_slow() -> CallError:
     return CallError(408, "body_timeout", f"body: it comes too slowly; {pace}")
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in `body`, parsed strictly: UTF-8, no NaN or Infinity, no duplicate keys, bounded size.
+def parse_json(body: bytes, is_list: bool = False) -> Any:
+    """Return the JSON object in `body`, or with `is_list` the list, parsed strictly: UTF-8, no NaN or Infinity, no
+    duplicate keys, bounded size.
 
     A byte order mark before it is passed over, as RFC 8259 (section 8.1) allows. Raises `RequestError`.
     """
-    body = body.removeprefix(codecs.BOM_UTF8)
+    body, kind = body.removeprefix(codecs.BOM_UTF8), "a JSON list" if is_list else "a JSON object"
     if not body:
-        raise RequestError("body", "", "a JSON object")
+        raise RequestError("body", "", kind)
     check_size(body)
     try:
         value = json.loads(
@@ -200,8 +201,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         )
     except ValueError as error:  # raised for wrong UTF-8 too, and for integers with thousands of digits
         raise RequestError("body", body[:60].decode("utf-8", "replace"), f"valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise RequestError("body", type(value).__name__, "a JSON object")
+    if not isinstance(value, list if is_list else dict):
+        raise RequestError("body", type(value).__name__, kind)
     if foreign.HALVES.search(body) and (text := foreign.broken_text(value)) is not None:
         raise RequestError("body", text, "text without half a surrogate pair")
     return value

@@ -263,9 +263,8 @@ def test_a_prompt_that_does_not_fit_is_told_in_llama_servers_words(live: Live) -
 
 
 def test_llama_what_is_not_done_is_told(live: Live) -> None:
-    for path in ("/lora-adapters", "/slots/0?action=save"):
-        reply = live.post(path, {})
-        assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")
+    reply = live.post("/slots/0?action=save", {})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (501, "not_supported_error")
     assert live.post("/completion", {"prompt": "x", "model": "gpt"}).status_code == 404
 
 
@@ -275,6 +274,9 @@ def test_llama_props_takes_no_settings(live: Live) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, 400)
     assert reply.json()["error"]["message"].startswith("n_ctx: 5 is not allowed")
     assert HTTP.get(live.url + "/lora-adapters").json() == []
+    assert HTTP.post(live.url + "/lora-adapters", json=[]).json() == {"success": True}
+    reply = HTTP.post(live.url + "/lora-adapters", json=[{"id": 0, "scale": 1}])
+    assert (reply.status_code, "none is loaded" in reply.json()["error"]["message"]) == (400, True)
 
 
 def test_llama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None:

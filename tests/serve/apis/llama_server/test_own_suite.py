@@ -66,8 +66,8 @@ def test_a_command_line_of_llama_server_becomes_ours() -> None:
 
 
 def test_a_flag_that_is_refused_is_left_out_aloud(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve_arguments(["--lora", "x", "--port", "1"], Path("data")) == ["--port", "1"]
-    assert capsys.readouterr().out == "stand-in: left out --lora x\n"
+    assert serve_arguments(["--control-vector", "x", "--port", "1"], Path("data")) == ["--port", "1"]
+    assert capsys.readouterr().out == "stand-in: left out --control-vector x\n"
 
 
 def test_the_table_names_a_test_by_its_file_itself_or_its_case() -> None:

@@ -26,6 +26,7 @@ from headrace.serve.apis.llama_server.request import (
 )
 from headrace.serve.apis.llama_server.service import LlamaServer
 from headrace.serve.apis.llama_server.slots import Folder, Slots
+from headrace.serve.call.adapters import AdapterCard, AdapterScale, ServedAdapters, scales_in
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import convert
 from headrace.serve.call.service import ServedModel
@@ -34,7 +35,6 @@ from headrace.serve.errors import CallError
 INSTEAD = {
     "/slots/{slot_id}": "start the server with --slot-save-path FOLDER, where session files are kept",
     "/slots": "start the server without --no-slots",
-    "/lora-adapters": "an adapter is a model of its own here, which a request names; see howto-adapters.md",
 }
 """The alternative to each route that is not served. The route of slots is served with the flag."""
 ACTIONS = ("save", "restore", "erase")
@@ -74,9 +74,15 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         described.is_sleeping = models.is_sleeping
         return described
 
-    def adapters() -> list[dict[str, Any]]:
-        """The adapters that are loaded: none."""
-        return []
+    def adapters() -> list[AdapterCard]:
+        """The adapters that are loaded, with their scales for requests that name the model itself."""
+        return [] if models.default is None else models.default.served.adapters.cards()
+
+    async def set_scales(body: list[Any]) -> reply.LlamaSuccess:
+        """Set the scales of adapters, for later requests that name the model itself."""
+        entries = scales_in(body, "body")
+        (ServedAdapters() if models.default is None else models.default.served.adapters).set_scales(entries, "body")
+        return reply.LlamaSuccess(success=True)
 
     async def set_props(body: dict[str, Any]) -> reply.LlamaSuccess:
         """Change settings of the server; there are none yet, as in llama-server."""
@@ -103,8 +109,9 @@ def add_routes(app: Starlette, models: ModelSet, folder: Folder | None = None, s
         routing.get(app, "/slots", sleeping.slots, API, gives=list[reply.LlamaSlot], query=("model", "fail_on_no_slot"))
     else:
         routing.get(app, "/slots", functools.partial(unserved, "/slots"), API, unserved=True)
-    routing.get(app, "/lora-adapters", adapters, API, gives=list[dict[str, Any]])
-    routing.post(app, "/lora-adapters", functools.partial(unserved, "/lora-adapters"), API, unserved=True)
+    routing.get(app, "/lora-adapters", adapters, API, gives=list[AdapterCard])
+    listed: dict[str, Any] = {"takes": list[AdapterScale], "read": functools.partial(routing.body, is_list=True)}
+    routing.post(app, "/lora-adapters", set_scales, API, gives=reply.LlamaSuccess, **listed)
     if folder is None:
         path = "/slots/{slot_id}"
         routing.post(app, path, functools.partial(unserved, path), API, unserved=True)

@@ -161,7 +161,7 @@ class LlamaProps(msgspec.Struct, kw_only=True):
 
 
 class LlamaSuccess(msgspec.Struct, kw_only=True):
-    """POST /props."""
+    """POST /props and /lora-adapters."""
 
     success: bool
 

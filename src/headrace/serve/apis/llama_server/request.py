@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.parameters import LLAMA_SERVER
+from headrace.serve.call.adapters import AdapterScale
 from headrace.serve.call.parsing import Body, takes_parameters
 
 IGNORED = {
@@ -15,7 +16,6 @@ IGNORED = {
     "min_keep": "filters keep at least one token, and no other number",
     "t_max_predict_ms": "the same request must give the same answer at every speed; use n_predict",
     "n_cache_reuse": "prefixes are always reused token by token",
-    "lora": "name the adapter as the model of the request",
     "grammar_lazy": "a grammar holds from the first token",
     "grammar_triggers": "a grammar holds from the first token",
     "preserved_tokens": "skip_special_tokens decides about special tokens",
@@ -48,6 +48,7 @@ class LlamaCompletionRequest(Body, forbid_unknown_fields=True, kw_only=True):
     return_progress: bool | None = None
     response_fields: list[str] | None = None
     id_slot: int | None = None
+    lora: list[AdapterScale] | None = None
 
 
 class InfillRequest(LlamaCompletionRequest, forbid_unknown_fields=True, kw_only=True):

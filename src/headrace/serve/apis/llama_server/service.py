@@ -97,6 +97,7 @@ class LlamaServer:
                 form = StructuredOutputs(json=request.json_schema)
         return TextCall(
             model=request.model,
+            lora=request.lora,
             prompts=list(prompts),
             # Without a length an answer may fill the context.
             fills_context=True,

@@ -42,7 +42,6 @@ NO_FOLDER = "the model is named when the server starts: headrace serve MODEL; --
 NEVER = "9999-12-31T23:59:59Z"
 """The date for a model that never expires; no client takes it for the past."""
 SHAPING = {
-    "adapters": "merge the adapter into the checkpoint",
     "messages": "send them in a request",
     "quantize": "headrace quantize writes quantised checkpoints and GGUF files",
     "modelfile": "send files, or a model in from",
@@ -129,7 +128,7 @@ class Library:
             ("thinking", "<think>" in template or "enable_thinking" in template),
         ]
         return reply.ShowReply(
-            modelfile=_modelfile(name, facts.settings),
+            modelfile=_modelfile(name, facts),
             parameters="\n".join(_lines_of(dict(parameters) | facts.settings.sampling)),
             template=template,
             system=facts.settings.system or UNSET,
@@ -158,12 +157,14 @@ class Library:
         files = self._files()
         if bool(request.files) == bool(request.from_):
             raise RequestError("files", request.files, "the digests of uploaded files by name, or else from")
-        settings = await _settings_of(request)
+        settings, adapters = await _settings_of(request), request.adapters or {}
         if request.from_:
             source = self._of_folder(request.from_)
-            work = functools.partial(self.models.change, target, files.copy, source, target, settings)
+            work = functools.partial(self.models.change, target, files.copy, source, target, settings, adapters)
         else:
-            work = functools.partial(self.models.change, target, files.create, target, request.files, settings)
+            work = functools.partial(
+                self.models.change, target, files.create, target, request.files, settings, adapters
+            )
 
         async def lines() -> AsyncGenerator[Progress]:
             yield Progress(status="writing manifest")
@@ -305,9 +306,11 @@ def _lines_of(sampling: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _modelfile(name: str, settings: ModelSettings) -> str:
+def _modelfile(name: str, facts: ModelFacts) -> str:
     """Return the settings of a model, as Ollama writes them."""
-    lines = [f"FROM {name}"]
+    settings, lines = facts.settings, [f"FROM {name}"]
+    if facts.has_adapter:
+        lines.append("ADAPTER adapter")
     for word in ("template", "system"):
         if text := getattr(settings, word):
             lines.append(f'{word.upper()} """{text}"""')

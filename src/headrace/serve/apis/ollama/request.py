@@ -105,7 +105,7 @@ class CopyRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class CreateRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /api/create. `files`: digests of uploaded files by the names that they get."""
+    """POST /api/create. `files`, `adapters`: digests of uploaded files by the names that they get."""
 
     model: str | None = None
     name: str | None = None

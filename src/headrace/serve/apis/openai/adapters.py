@@ -25,7 +25,7 @@ MAX_NAME = 256
 
 
 class LoadRequest(Body, kw_only=True):
-    """POST /v1/load_lora_adapter. `lora_path`: a folder on the server, in PEFT's layout. With `load_inplace` one of the
+    """POST /v1/load_lora_adapter. `lora_path`: a folder or file on the server. With `load_inplace` one of the
     same name is replaced for requests to come."""
 
     lora_name: str

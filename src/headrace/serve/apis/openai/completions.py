@@ -265,6 +265,7 @@ def set_options(call: Call, request: Sampled) -> None:
     call.priority = request.priority or 0
     call.timeout = request.timeout
     call.cache_salt = request.cache_salt or ""
+    call.lora = request.lora
     call.request_id = request.request_id
     call.stream_options = request.stream_options
     call.return_token_ids = bool(request.return_token_ids)
