@@ -134,7 +134,10 @@ def test_the_heaviest_compile_for_other_gpus(file: str, capability: int) -> None
 )
 @pytest.mark.parametrize("file", FILES)
 def test_every_kernel_compiles_in_the_configurations_that_are_taken(file: str, capability: int) -> None:
-    assert not wrong_with(list(once(defaults(file, capability) + named(file, capability), capability)), capability)
+    assert not wrong_with(list(once(defaults(file, capability), capability)), capability)
+    # Of those that were measured to be the fastest a few registers may lie on the stack.
+    measured = wrong_with(list(once(named(file, capability), capability)), capability)
+    assert not [fault for fault in measured if "stack of" not in fault]
 
 
 def taken(num_out: int, num_in: int, gated: bool, rows: int) -> set[tuple[str, str]]:
