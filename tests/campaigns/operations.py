@@ -32,6 +32,8 @@ STEP_S = 0.01
 PEAK = 300
 """The soak's load as a share of the peak, which with its idle moments comes to 0.8; how long a step takes then; and
 the requests that the peak is measured over."""
+MIN_POINTS = 7
+"""Of the soak: two of them differ by a few hundred objects without a leak."""
 WARM_UP_S = 40.0
 """The server remembers half a minute of starts."""
 
@@ -184,7 +186,7 @@ def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str
     """`size` is (seconds, bytes a request that are too many, MiB an hour that are too many). The mix of C-4 at 80 % of
     what the server can do; whenever a round of it is over and nothing runs, anonymous memory of all processes and the
     server's number of objects, which tells of a small leak long before the memory does. Growth is judged over the
-    second half."""
+    second half. A slow machine takes longer, since few points show their own noise."""
     seconds, most, most_an_hour = size
     ledger = load.Ledger()
     points: list[tuple[float, float, float, float]] = []
@@ -194,7 +196,7 @@ def soak(size: tuple[float, float, float], seed: int, leak: int = 0) -> dict[str
         problems = served.unsettled()
         idle = held(served)
         begin, first = time.monotonic(), PEAK + 60
-        while (now := time.monotonic() - begin) < WARM_UP_S + seconds:
+        while (now := time.monotonic() - begin) < WARM_UP_S + seconds or len(points) < MIN_POINTS:
             numbers = range(first, first + size_of_round)
             asyncio.run(load.pace(served.port, ledger, numbers, seed, LOAD * rate))
             problems += served.unsettled()
