@@ -17,6 +17,8 @@ from tests.support.serving import Served, serve
 from transformers import AutoConfig, AutoModel
 
 from headrace.models.encoders import bert
+from headrace.protocol.step import EngineInfo
+from headrace.serve.startup import summary
 
 HTTP = httpx.Client(timeout=60)
 TEXT = "A cat sat on the mat."
@@ -75,6 +77,15 @@ def test_an_encoder_is_no_model_for_answers(server: Served, path: str, body: dic
     reply = HTTP.post(f"{server.url}{path}", json={"model": "bert", "stream": False} | body)
     assert reply.status_code == 400
     assert "this one is an encoder, which gives vectors" in json.dumps(reply.json())
+
+
+def test_the_summary_of_the_start_speaks_of_vectors_and_not_of_answers(server: Served) -> None:
+    numbers = {"max_model_len": 64, "vocab_size": 256, "block_size": 16, "num_blocks": 8, "max_num_seqs": 4}
+    base: dict[str, Any] = {"model": "bert", "eos_token_ids": [], "max_num_batched_tokens": 64} | numbers
+    rows = summary(EngineInfo(**base, generates=False, pooling="cls"), None, server.url, 1)["rows"]
+    assert "pooling cls" in rows["vectors"]
+    assert not {"temperature", "answers end with"} & rows.keys()
+    assert "temperature" in summary(EngineInfo(**base), None, server.url, 1)["rows"]
 
 
 def test_a_text_that_is_too_long_is_refused_or_cut_between_its_ends(server: Served) -> None:

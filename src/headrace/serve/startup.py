@@ -55,6 +55,9 @@ def summary(
         "APIs": f"{', '.join(APIS.values())}; {num_routes} routes, listed at {url}/docs",
         "address": url,
     }
+    if not info.generates:
+        rows = {name: text for name, text in rows.items() if name not in ("answers end with", "temperature")}
+        rows["vectors"] = f"an encoder, which gives no answers; pooling {info.pooling} where a request names none"
     if info.quantization:
         rows["loss"] = audit.loss_in_words(measured, info)
     fields = {
