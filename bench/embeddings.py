@@ -50,7 +50,7 @@ def sides_of(model: str, forms: list[str], num_threads: int) -> dict[str, Side]:
         sides[f"headrace {form}"] = embed
     if importlib.util.find_spec("sentence_transformers") is not None:
         import torch
-        from sentence_transformers import SentenceTransformer
+        from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
 
         torch.set_num_threads(num_threads)
         theirs = SentenceTransformer(model)
