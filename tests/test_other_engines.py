@@ -28,9 +28,11 @@ VALUES = {
     "--rope-scaling": "yarn", "--chat-template-kwargs": "{}", "-rea": "on", "--reasoning-format": "none",
     "-l": "7-inf", "-j": "{}", "--spec-type": "ngram-mod", "--override-kv": "llama.context_length=int:64",
     "--speculative-model": "draft", "--samplers": "top_k;typ_p", "--sampler-seq": "kyt", "--rope-freq-scale": "0.25",
-    "--data-parallel-backend": "mp", "--adaptive-decay": "0.5",
+    "--data-parallel-backend": "mp", "--adaptive-decay": "0.5", "--lora-scaled": "a:0.5",
 }  # fmt: skip
 """A value of the flags that take no number."""
+BESIDE = {"--lora-init-without-apply": ["--lora", "a"]}
+"""Flags without which another one has nothing to set."""
 
 
 def engine_config(**fields: Any) -> EngineConfig:
@@ -83,8 +85,9 @@ def test_each_row_does_what_it_says(serve: Any, setting: Setting, tmp_path: Path
         assert name not in names or setting.convert, "a flag of our own needs no row, unless its values differ"
         line = [name, value] if setting.takes_value else [name]
         if setting.ours and name not in ("--yarn-ext-factor", "--yarn-attn-factor"):
-            words, notes = translate([*line, "m"] if setting.ours != "model" else line, dict.fromkeys(names, True))
-            assert len(words) > (1 if setting.ours != "model" else 0) or notes, "it sets something"
+            rest = BESIDE.get(name, []) + ["m"] * (setting.ours != "model")
+            words, notes = translate([*line, *rest], dict.fromkeys(names, True))
+            assert words != translate(rest, dict.fromkeys(names, True))[0] or notes, "it sets something"
         elif not setting.ours and not setting.has_no_effect:
             with pytest.raises(RequestError, match=f"^{name}: not supported here; "):
                 parsed(serve, " ".join(line))

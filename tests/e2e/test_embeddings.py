@@ -26,7 +26,7 @@ Bits = dict[str, list[float]]
 
 def make_requests() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    kinds: tuple[Any, ...] = ("last", "mean")
+    kinds: tuple[Any, ...] = ("last", "mean", "cls")
     return [
         Request(
             request_id=f"{kind}{i}", prompt_token_ids=tokenizer.encode(text), params=EMBEDDING_PARAMS, pooling=kind
@@ -179,7 +179,7 @@ def test_embed_offline(model: str) -> None:
     [cut] = llm.embed(texts[0], use_tqdm=False, dimensions=32)
     assert len(cut.outputs.embedding) == 32
     assert cut.prompt == texts[0]
-    for wrong in ({"pooling": "cls"}, {"dimensions": 10_000}):
+    for wrong in ({"pooling": "max"}, {"dimensions": 10_000}):
         with pytest.raises(RequestError):
             llm.embed(texts, use_tqdm=False, **wrong)  # type: ignore[arg-type]
     llm.close()

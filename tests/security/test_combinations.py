@@ -71,7 +71,7 @@ DETAILS = set(
     "guided_grammar guided_json_object guided_structural_tag guided_whitespace_pattern beam_width length_penalty "
     "early_stopping num_beam_groups diversity_penalty repeat_last_n xtc_threshold dry_base dry_allowed_length "
     "dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay "
-    "explain return_progress timings_per_token verbose grammar json_schema".split()
+    "lora explain return_progress timings_per_token verbose grammar json_schema".split()
 )
 FEW = list(FEATURES)[::2]
 

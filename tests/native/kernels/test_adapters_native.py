@@ -42,7 +42,7 @@ class Case:
                     a, b = (cast(normals(slot + 7 * part, *shape), dtype) for shape in ((rank, NUM_IN), (width, rank)))
                     self.weights[slot, part] = LayerAdapter(a, b, 0.75 + slot)
             mine = {str(part): layer for (of_slot, part), layer in self.weights.items() if of_slot == slot}
-            self.adapters.load(slot, mine)
+            self.adapters.load(slot, self.adapters.prepare(mine))
 
     def run(self, isa: str, slots: list[int], x: Floats, before: Floats, num_threads: int) -> tuple[Floats, Floats]:
         """Rows of the slots through both operators: A x, and the outputs to which the rest was added."""

@@ -97,7 +97,7 @@ def test_an_engine_that_dies_is_asked_again(tokenizer: Tokenizer) -> None:
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, "dimensions"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ("/v1/embeddings", {"input": "a", "pooling": "cls"}, "pooling"),
+        ("/v1/embeddings", {"input": "a", "pooling": "max"}, "pooling"),
         ("/v1/embeddings", {"input": "a", "cache_salt": "x" * 300}, "cache_salt"),
         ("/v1/embeddings", {"input": "a" * 3000}, "prompt"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
