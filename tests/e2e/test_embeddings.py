@@ -68,7 +68,9 @@ def reference(requests: list[Request]) -> Bits:
     for request in requests:
         result |= run(core, [request])
     core.close()
-    assert len({tuple(vector) for vector in result.values()}) == len(result) == len(requests)
+    # Of a decoder the first rows differ only where the first tokens do.
+    rest = [tuple(vector) for name, vector in result.items() if not name.startswith("cls")]
+    assert len(set(rest)) == len(rest) < len(result) == len(requests)
     return result
 
 
