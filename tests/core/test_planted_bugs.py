@@ -259,7 +259,7 @@ def own_block_kept_beside_the_known_one(s, _):
 @bug("I-13", checking=False)
 def salt_left_out_of_the_key(s, _):
     root = s.cache.root
-    s.cache.root = lambda salt: root("")
+    s.cache.root = lambda salt, adapter: root("", adapter)
 
 
 @bug("I-8")
