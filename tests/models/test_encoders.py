@@ -100,6 +100,32 @@ def test_the_first_files_of_nomic_bert_have_other_keys(tmp_path: Path) -> None:
     assert error(model, texts_of()[:-1], vectors(llm, texts_of()[:-1])) < 1e-5
 
 
+def test_stretched_positions_of_gte(tmp_path: Path) -> None:
+    """Of the files on the hub: a base `factor` times as great, and frequencies divided by factor^(2 / dim)."""
+    model = save("gte", tmp_path)
+    path = tmp_path / "config.json"
+    scaling = {"rope_theta": 10000.0, "rope_scaling": {"type": "ntk", "factor": 8.0}, "rope_parameters": None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "new"} | scaling))
+    computed = vectors(open_llm(tmp_path), texts_of())
+    assert error(model, texts_of(), computed) > 1e-4
+    dim = len(model.rotary_emb.inv_freq) * 2
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    model.rotary_emb.inv_freq = ((8e4**-exponents) / 8 ** (2 / dim)).float()
+    assert error(model, texts_of(), computed) < 1e-5
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_a_reranker_gives_no_vectors(task: str, tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"architectures": ["BertForMaskedLM"]}))
+    open_llm(tmp_path)
+    path.write_text(json.dumps(values | {"architectures": [f"BertFor{task}"]}))
+    with pytest.raises(CheckpointError, match="expected a model of vectors"):
+        open_llm(tmp_path)
+
+
 def test_threads_steps_and_order_change_no_bit(tmp_path: Path) -> None:
     save("bert", tmp_path)
     texts = texts_of()
@@ -171,6 +197,9 @@ def test_the_files_of_sentence_transformers_choose(pooling: dict[str, Any], kind
     llm = open_llm(tmp_path)
     assert (llm.core.info.pooling, llm.core.info.max_model_len) == (kind, 100)
     assert vectors(llm, texts_of()[:3]) == vectors(llm, texts_of()[:3], kind)
+    assert open_llm(tmp_path, max_model_len=60).core.info.max_model_len == 60
+    with pytest.raises(RequestError, match="max_model_len: 101 is not allowed; it must be at most 100"):
+        open_llm(tmp_path, max_model_len=101)
 
 
 @pytest.mark.parametrize(

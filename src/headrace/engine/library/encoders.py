@@ -96,7 +96,10 @@ def for_encoder(config: EngineConfig, most: int, sentences: SentenceFiles) -> En
         if value != harmless:
             raise RequestError(field, value, f"{harmless}: the model is an encoder")
     most = min(most, sentences.max_length or most)
-    length = min(config.max_model_len or most, most)
+    if (config.max_model_len or 0) > most:
+        bound = f"at most {most}, the longest text by the model's files (sentence_bert_config.json, config.json)"
+        raise RequestError("max_model_len", config.max_model_len, bound)
+    length = config.max_model_len or most
     num_tokens = max(config.max_num_batched_tokens, length)
     num_blocks = config.num_gpu_blocks_override
     if num_blocks is None and config.kv_cache_memory_bytes is None:

@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from headrace.models.weights import Weights
 
 
+def verify_task(config: ModelConfig) -> None:
+    """Raise `CheckpointError` for a classifier or reranker: its rows are not meant for vectors."""
+    stated = config.values.get("architectures")
+    for name in stated if isinstance(stated, list) else ():
+        task = str(name).partition("For")[2]
+        if task and task not in ("MaskedLM", "PreTraining"):
+            raise CheckpointError(
+                f"config.json: architectures has {name!r:.80}, expected a model of vectors: classes and the scores of "
+                "rerankers are not computed here"
+            )
+
+
 class Keys(NamedTuple):
     """The keys of config.json for an encoder's sizes, with defaults for those that may be absent."""
 
@@ -147,12 +159,17 @@ class Encoder(Model):
     """
 
     both_ways = True
+    positions: Array | None = None
+    """A table that is added to the tokens' embeddings, by position."""
     spare = r"(\w+\.)?(pooler|classifier|cls|lm_head|head|decoder|vocab_\w+|pre_classifier|qa_outputs)(\..*|$)"
     keys = Keys()
+    norm: Callable[[Array], Array]
+    """Of the embeddings."""
     default_theta = 10000.0
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         verify(config.values, self.unread)
+        verify_task(config)
         keys = self.keys
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self.hidden_size = config.integer(keys.hidden_size)
@@ -188,6 +205,10 @@ class Encoder(Model):
         head_dim = self.hidden_size // self.num_heads
         table = make_rope_table(rope, head_dim, longest, self.max_model_len, self.default_theta)
         return RopeTable(self.weights.constant(table.cos), self.weights.constant(table.sin))
+
+    def enter(self, rows: Rows) -> Array:
+        x = self.ops.embedding(rows.token_ids, self.embedding)
+        return self.norm(x if self.positions is None else x + self.ops.embedding(rows.positions, self.positions))
 
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.ops.select(hidden, rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.backends.base import Array, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.encoders.base import MLP, Attention, Encoder, LayerNorm, PostNormLayer
 from headrace.models.unread import Unread
@@ -55,7 +54,3 @@ class Model(Encoder):
             MLP(self, f"{name}.intermediate.dense", f"{name}.output.dense"),
             LayerNorm(self, f"{name}.output.LayerNorm"),
         )
-
-    def enter(self, rows: Rows) -> Array:
-        embedding = self.ops.embedding
-        return self.norm(embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.backends.base import Array, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.encoders.base import MLP, Attention, Encoder, Keys, LayerNorm, PostNormLayer
 
@@ -43,7 +42,3 @@ class Model(Encoder):
             MLP(self, f"{name}.ffn.lin1", f"{name}.ffn.lin2"),
             LayerNorm(self, f"{name}.output_layer_norm"),
         )
-
-    def enter(self, rows: Rows) -> Array:
-        embedding = self.ops.embedding
-        return self.norm(embedding(rows.token_ids, self.embedding) + embedding(rows.positions, self.positions))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import Array, Rows
+from headrace.backends.base import Array
 from headrace.models.config import ModelConfig
+from headrace.models.encoders import bert
 from headrace.models.encoders.base import Attention, Encoder, GatedMLP, LayerNorm, PostNormLayer
 from headrace.models.unread import Rules, Unread
 
@@ -16,18 +17,7 @@ if TYPE_CHECKING:
     from headrace.backends.base import Ops
     from headrace.models.weights import Weights
 
-TINY = {
-    "model_type": "gte",
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
+TINY = bert.TINY | {"model_type": "gte", "pad_token_id": 0}
 
 
 class Names(NamedTuple):
@@ -76,6 +66,7 @@ class Model(Encoder):
     )
     roots: tuple[str, ...] = ("new.", "gte.")
     layouts = (NEWER, FIRST)
+    default_theta = 160000.0
     bias, down_bias = True, True
     """Whether the layers of attention, and the last one of the MLP, have biases."""
 
@@ -86,7 +77,8 @@ class Model(Encoder):
         self.rope_table = self.rotary(self.rope(config))
         self.embedding = self.words(f"{root}embeddings.word_embeddings.weight")
         num_types = config.integer("type_vocab_size", 0, low=0)
-        self.types = self.first_type(f"{root}embeddings.token_type_embeddings.weight") if num_types else None
+        if num_types:
+            self.positions = self.first_type(f"{root}embeddings.token_type_embeddings.weight")
         self.norm = LayerNorm(self, f"{root}{names.embeddings_norm}")
         self.layers = [self.layer(f"{root}{names.layers}.{i}", i, names) for i in range(self.num_layers)]
 
@@ -105,7 +97,3 @@ class Model(Encoder):
         mlp = GatedMLP(self, gate_up, f"{name}.{names.down}", down_bias=self.down_bias, up_first=names.up_first)
         norms = (LayerNorm(self, f"{name}.{part}") for part in (names.attention_norm, names.mlp_norm))
         return PostNormLayer(attention, next(norms), mlp, next(norms))
-
-    def enter(self, rows: Rows) -> Array:
-        x = self.ops.embedding(rows.token_ids, self.embedding)
-        return self.norm(x if self.types is None else x + self.ops.embedding(rows.positions, self.types))

@@ -84,8 +84,5 @@ class Model(Encoder):
         stated = self.config.mapping("rope_parameters").values.get(kind) or {}
         return ModelConfig({"rope_type": "default", "rope_theta": self.config.number(key, theta)} | stated)
 
-    def enter(self, rows: Rows) -> Array:
-        return self.norm(self.ops.embedding(rows.token_ids, self.embedding))
-
     def final(self, hidden: Array, rows: Array) -> Array:
         return self.final_norm(self.ops.select(hidden, rows))

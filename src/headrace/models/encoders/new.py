@@ -8,4 +8,4 @@ TINY = gte.TINY | {"model_type": "new"}
 
 
 class Model(gte.Model):
-    pass
+    default_theta = 10000.0

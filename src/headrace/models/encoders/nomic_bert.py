@@ -15,18 +15,7 @@ if TYPE_CHECKING:
     from headrace.backends.base import Ops
     from headrace.models.weights import Weights
 
-TINY = {
-    "model_type": "nomic_bert",
-    "vocab_size": 199,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-}
+TINY = gte.TINY | {"model_type": "nomic_bert"}
 FIRST = Names(
     "emb_ln",
     "encoder.layers",
@@ -44,6 +33,7 @@ class Model(gte.Model):
         Unread("prenorm", False, "norms before each part"),
         Unread("rotary_emb_fraction", 1.0, "heads of which a part turns"),
         Unread("rotary_emb_interleaved", False, "numbers that turn in neighbouring pairs"),
+        Unread("rotary_scaling_factor", None, "positions that are stretched"),
         Unread("rotary_emb_scale_base", None, "positions that are scaled"),
         Unread("use_rms_norm", False, "RMS norms"),
         Unread("causal", False, "attention to earlier tokens alone"),
