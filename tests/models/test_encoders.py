@@ -206,8 +206,13 @@ def test_the_files_of_sentence_transformers_choose(pooling: dict[str, Any], kind
     ("modules", "pooling", "max_length", "message"),
     [
         (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, None, "a module Dense"),
-        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, None, "exactly one of"),
-        (["Transformer", "Pooling"], {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, None, "one"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, None, "pooling_mode is 'max'"),
+        (
+            ["Transformer", "Pooling"],
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            None,
+            "one of cls",
+        ),
         (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "many", "max_seq_length is 'many'"),
     ],
 )

@@ -75,7 +75,6 @@ def frequencies_of(
         "mrope": _default,
         "linear": _linear,
         "dynamic": _dynamic,
-        "ntk": _ntk,
         "llama3": _llama3,
         "yarn": _yarn,
         "longrope": _longrope,
@@ -115,17 +114,6 @@ def _dynamic(rope: ModelConfig, base: float, dim: int, max_positions: int, max_m
     lengths = np.maximum(np.arange(1, max_model_len + 1, dtype=np.float64), original)
     bases = base * ((factor * lengths / original) - (factor - 1)) ** (dim / (dim - 2))
     return (1.0 / bases[:, None] ** _exponents(dim).astype(np.float64)).astype(np.float32), 1.0
-
-
-def _ntk(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:
-    """GTE's: a base `factor` times as great, and frequencies divided by factor^(2 / dim) (Su 2023, "RoPE as a beta-base
-    encoding"), for all positions."""
-    if rope.values.get("mixed_b") is not None:
-        raise CheckpointError(
-            "config.json: rope_scaling has mixed_b, expected none: its mixed form is not computed here"
-        )
-    factor = rope.number("factor", low=1.0)
-    return (_frequencies(base * factor, dim) / np.float32(factor ** (2 / dim))).astype(np.float32), 1.0
 
 
 def _llama3(rope: ModelConfig, base: float, dim: int, max_positions: int, max_model_len: int) -> tuple[F32, float]:

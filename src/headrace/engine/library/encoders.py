@@ -16,15 +16,16 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import Pooling
 
-MODES: dict[str, Pooling] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "last",
+KINDS: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+"""Kinds of pooling by sentence-transformers' names. Older files have a flag for each kind."""
+FLAGS = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "lasttoken",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
 }
-"""The kinds of pooling by the flags of a pooling module's config.json."""
-NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""The same by a name, as newer files have it."""
-OTHER_MODES = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
 
 
 class SentenceFiles(NamedTuple):
@@ -66,14 +67,11 @@ def _pooling(directory: Path, folder: str) -> Pooling:
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{directory / 'modules.json'}: path {folder:.80}, expected a folder beside the file")
     values = foreign.read_object(path, foreign.TABLE)
-    named = values.get("pooling_mode")
-    if named is not None and named in NAMES:
-        return NAMES[named]
-    kinds = [kind for flag, kind in MODES.items() if values.get(flag) is True]
-    others = [flag for flag in OTHER_MODES if values.get(flag) is True]
-    if len(kinds) != 1 or others:
-        raise CheckpointError(f"{path}: expected exactly one of {', '.join(MODES)} to be true")
-    return kinds[0]
+    flags = [name for flag, name in FLAGS.items() if values.get(f"pooling_mode_{flag}") is True]
+    named = values.get("pooling_mode", flags[0] if len(flags) == 1 else flags)
+    if not isinstance(named, str) or named not in KINDS:
+        raise CheckpointError(f"{path}: pooling_mode is {named!r:.80}, expected one of {', '.join(map(str, KINDS))}")
+    return KINDS[named]
 
 
 def _max_length(directory: Path) -> int | None:

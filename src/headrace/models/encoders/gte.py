@@ -12,6 +12,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.encoders import bert
 from headrace.models.encoders.base import Attention, Encoder, GatedMLP, LayerNorm, PostNormLayer
 from headrace.models.unread import Rules, Unread
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -83,7 +84,17 @@ class Model(Encoder):
         self.layers = [self.layer(f"{root}{names.layers}.{i}", i, names) for i in range(self.num_layers)]
 
     def rope(self, config: ModelConfig) -> ModelConfig:
-        return config.rope
+        """Return the settings of the positions. Of the type `ntk` (Su 2023, "RoPE as a beta-base encoding") the base is
+        `factor` times as great, and all frequencies are divided by factor^(2 / dim)."""
+        rope, dim = config.rope, self.hidden_size // self.num_heads
+        if rope.values["rope_type"] != "ntk":
+            return rope
+        if rope.values.get("mixed_b") is not None:
+            raise CheckpointError(
+                "config.json: rope_scaling has mixed_b, expected none: that form is not computed here"
+            )
+        factor, theta = rope.number("factor", low=1.0), rope.number("rope_theta", self.default_theta, low=1.0)
+        return ModelConfig({"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / dim)})
 
     def first_type(self, name: str) -> Array:
         """Return the embedding of the first type of tokens for each position: it is added to all rows."""
