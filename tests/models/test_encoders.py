@@ -135,6 +135,25 @@ def test_threads_steps_and_order_change_no_bit(tmp_path: Path) -> None:
     assert vectors(llm, texts[::-1])[::-1] == expected
 
 
+def test_texts_that_do_not_fit_one_step_wait_for_the_next(tmp_path: Path) -> None:
+    """None is cut to what a step has room for, since its first rows would not see its last ones."""
+    save("bert", tmp_path)
+    texts = texts_of((300, 300, 300))
+    llm = open_llm(tmp_path, max_num_batched_tokens=512, max_num_seqs=16)
+    assert vectors(llm, texts) == [vectors(llm, [text])[0] for text in texts]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_a_text_takes_nothing_from_one_that_begins_alike(pooling: str, tmp_path: Path) -> None:
+    """The keys of the same first tokens are others in another text."""
+    model = save("bert", tmp_path)
+    (text,) = texts_of((100,))
+    texts = [text, [*text[:-1], 7], [*text, 9], text[:60]]
+    llm = open_llm(tmp_path)
+    computed = [vectors(llm, [each], pooling)[0] for each in texts]
+    assert error(model, texts, computed, pooling) < 1e-5
+
+
 def test_a_text_may_be_longer_than_a_usual_call_has_rows(tmp_path: Path) -> None:
     model, texts = save("modernbert", tmp_path, max_position_embeddings=1100), texts_of((1100, 700, 30))
     llm = open_llm(tmp_path)
