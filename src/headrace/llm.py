@@ -35,7 +35,7 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import Stats
+from headrace.protocol.step import Pooling, Stats
 from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
@@ -45,11 +45,16 @@ from headrace.text.outputs import RequestOutput, RequestState, deltas_of, reques
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vectors import (
     EMBEDDING_PARAMS,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    activated,
+    check_classes,
     check_form,
+    check_reranker,
     finished,
     likeness,
 )
@@ -174,8 +179,19 @@ class LLM:
         float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
         `RequestError` before any work is done if a prompt cannot be served, `HeadraceError` if one fails on its way.
         """
+        kind = check_form(pooling, dimensions, self.core.info)
+        outputs = []
+        for place, (text, state) in enumerate(self._pooled(prompts, kind, lora_request, use_tqdm)):
+            token_ids = state.request.prompt_token_ids
+            vector = EmbeddingOutput(finished(state.pooled, kind, len(token_ids), dimensions, normalize))
+            outputs.append(EmbeddingRequestOutput(str(place), text, token_ids, vector, True, state.num_cached_tokens))
+        return outputs
+
+    def _pooled(
+        self, prompts: Prompt | Sequence[Prompt], kind: Pooling, lora_request: Adapted, use_tqdm: bool
+    ) -> list[tuple[str | None, RequestState]]:
+        """Return the text of each prompt, and its state with the pooled numbers."""
         info = self.core.info
-        kind = check_form(pooling, dimensions, info)
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
         listed = _as_list(prompts)
@@ -186,18 +202,35 @@ class LLM:
             [request] = inputs.make_requests(token_ids, EMBEDDING_PARAMS, info, options)
             groups.append([RequestState(request, self._tokenizer, 0)])
         self._run(groups, use_tqdm)
-        outputs = []
-        for place, ([state], text) in enumerate(zip(groups, texts, strict=True)):
-            token_ids = state.request.prompt_token_ids
+        for place, [state] in enumerate(groups):
             if not state.pooled:
                 raise HeadraceError(f"prompt {place} failed: {state.finish.message if state.finish else 'no end'}")
-            vector = finished(state.pooled, kind, len(token_ids), dimensions, normalize)
-            outputs.append(
-                EmbeddingRequestOutput(
-                    str(place), text, token_ids, EmbeddingOutput(vector), True, state.num_cached_tokens
-                )
+        return [(text, state) for text, [state] in zip(texts, groups, strict=True)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        use_activation: bool = True,
+        lora_request: Adapted = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's classes, of a classifier; without `use_activation` the numbers
+        that they are computed from. Raises as `embed`."""
+        info = self.core.info
+        classes = check_classes(info, "classify")
+        activation = classes.activation if use_activation else "identity"
+        return [
+            ClassificationRequestOutput(
+                str(place),
+                text,
+                state.request.prompt_token_ids,
+                ClassificationOutput(activated(state.pooled, activation)),
+                True,
+                state.num_cached_tokens,
             )
-        return outputs
+            for place, (text, state) in enumerate(self._pooled(prompts, info.pooling, lora_request, use_tqdm))
+        ]
 
     def encode(
         self,
@@ -208,7 +241,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """The same as `embed`, under vLLM's other name. `pooling_task` is "embed"."""
         if pooling_task != "embed":
-            raise UnsupportedError("pooling_task", pooling_task, "the models served here embed; set it to embed")
+            raise UnsupportedError("pooling_task", pooling_task, "set it to embed; `classify` has the classes")
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def score(
@@ -219,13 +252,24 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Return how alike texts are: the cosine of the angle between the vectors of each pair, from -1 to 1.
+        """Return how well the texts of each pair fit: of a cross-encoder its own score of the two, of any other model
+        the cosine of the angle between their vectors, from -1 to 1.
 
         `data_1` has one text, which is compared with all of `data_2`, or as many as `data_2`. Raises `RequestError`.
         """
         ones, others = ([texts] if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
         if len(ones) not in (1, len(others)):
             raise RequestError("data_1", len(ones), f"one text, or as many as data_2 has ({len(others)})")
+        if check_reranker(self.core.info) is not None:
+            joined = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
+            prompts: list[Prompt] = [
+                {"prompt_token_ids": inputs.pair_ids(one, other, self._tokenizer, self.core.info)}
+                for one, other in joined
+            ]
+            return [
+                ScoringRequestOutput(each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]))
+                for each in self.classify(prompts, use_tqdm, lora_request=lora_request)
+            ]
         outputs = self.embed([*ones, *others], use_tqdm, lora_request=lora_request)
         first, second = outputs[: len(ones)], outputs[len(ones) :]
         pairs = zip(first * len(others) if len(ones) == 1 else first, second, strict=True)

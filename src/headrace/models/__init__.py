@@ -48,6 +48,10 @@ class Model(Protocol):
     """Whether rows see later rows: of an encoder. Then a sequence is one chunk, of which all rows are read, and no
     token is drawn."""
 
+    classifier: Callable[[Array], Array] | None = None
+    """Turns the pooled vector of a text [H], float64 on the host, into a number for each class; None for models without
+    classes."""
+
     spare: str = "(?!)"
     """A regular expression for the names of tensors that the model leaves unread: of heads for other tasks."""
 
@@ -99,7 +103,7 @@ def encoder_names() -> list[str]:
     """Return every model_type of an encoder that headrace runs."""
     folder = importlib.import_module(f"{__name__}.encoders")
     names = (info.name for info in pkgutil.iter_modules(folder.__path__))
-    return sorted(SPELLINGS.get(name, name) for name in names if name != "base")
+    return sorted(SPELLINGS.get(name, name) for name in names if name not in ("base", "head"))
 
 
 SPELLINGS = {"xlm_roberta": "xlm-roberta"}

@@ -28,6 +28,7 @@ UNDRAWN = -1
 Pooling = Literal["", "last", "mean", "cls"]
 """Which final hidden states of a prompt are returned: none, the last row's, the sum over all rows, or the first row's.
 """
+Activation = Literal["sigmoid", "softmax", "identity"]
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
 
 
@@ -402,6 +403,15 @@ class StepOutput(msgspec.Struct, kw_only=True):
         return bool(self.prompt_logprobs or self.logprobs or self.pooled)
 
 
+class Classes(msgspec.Struct, frozen=True):
+    """The classes of a classifier or reranker. activation: of their numbers, as the model's files have it.
+    `second_type`: the ids of a pair's second text are raised by it, if the tokenizer gives it a type of its own."""
+
+    labels: tuple[str, ...]
+    activation: Activation = "sigmoid"
+    second_type: int = 0
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a running engine by which the front end checks a request as the engine does.
 
@@ -409,7 +419,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
     unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
     config, by name. `generates`: False for an encoder, which gives vectors alone. `pooling`: the kind of vectors that
-    the model's files name, "" for none.
+    the model's files name, "" for none. `classes`: of a classifier, whose pooled numbers are these classes'.
     """
 
     model: str
@@ -437,6 +447,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     adapters: dict[str, LoadedAdapter] = {}
     generates: bool = True
     pooling: Pooling = ""
+    classes: Classes | None = None
 
     @property
     def max_prompt_len(self) -> int:

@@ -365,23 +365,20 @@ class Runner:
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
         """Return the pooled hidden states after a piece that begins at row `row`: the last or the first row's, or the
-        sum of all rows so far, added one by one, so that it is the same however the prompt is cut."""
+        sum of all rows so far, added one by one, so that it is the same however the prompt is cut. Of a classifier they
+        become the classes' numbers at the end."""
         i = piece.chunk_id
         kind, before = batch.pooling[i]
-        if kind == "last" and not piece.last:
-            return []
-        if kind == "cls" and piece.start:
+        num_rows, most = len(piece.token_ids), self.program.max_logits
+        if (kind == "last" and not piece.last) or (kind == "cls" and piece.start):
             return before
-        if kind != "mean":
-            place = row if kind == "cls" else row + len(piece.token_ids) - 1
-            total = self.program.hidden_states([place])[0].astype(np.float64)
-        else:
-            total = np.array(result.read(i).pooled or before or 0.0, np.float64)
-            most = self.program.max_logits
-            for start in range(0, len(piece.token_ids), most):
-                stop = min(start + most, len(piece.token_ids))
-                for hidden in self.program.hidden_states(list(range(row + start, row + stop))):
-                    total = total + hidden
+        begin, end = {"cls": (0, 1), "last": (num_rows - 1, num_rows)}.get(kind, (0, num_rows))
+        places, total = range(row + begin, row + end), np.array(result.read(i).pooled or before or 0.0, np.float64)
+        for start in range(0, len(places), most):
+            for hidden in self.program.hidden_states(list(places[start : start + most])):
+                total = total + hidden
+        if piece.last and (classifier := self.program.model.classifier) is not None:
+            total = classifier(total / (piece.start + num_rows if kind == "mean" else 1))
         if not np.isfinite(total).all():
             result.row(i).error = NOT_FINITE
         return [] if result.read(i).error else total.tolist()

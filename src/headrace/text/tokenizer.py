@@ -56,6 +56,7 @@ class Tokenizer:
         self.begin_of_chats = lexicon.begin_of_chats
         self.vocab_size = lexicon.vocab_size
         self.max_token_bytes = lexicon.max_token_bytes
+        self.pair_form = lexicon.pair_form
         self.bos_token_id, self.eos_token_id, self.unk_token_id, self.pad_token_id = (
             self._role_id(role) for role in ROLES[:4]
         )

@@ -33,6 +33,16 @@ MAX_GAPS = 2**20
 """The most unused ids between the ids of tokens; each takes eight bytes."""
 
 
+class PairForm(msgspec.Struct):
+    """How a tokenizer joins two texts: the ids of its own tokens before, between and after them. has_types: whether the
+    second text and what comes after it have a type of their own (Devlin et al. 2019, section 3.2, "segment")."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    has_types: bool
+
+
 class Lexicon(msgspec.Struct):
     """The plain data of a tokenizer.
 
@@ -46,6 +56,7 @@ class Lexicon(msgspec.Struct):
         special: the ids that `skip_special_tokens` leaves out.
         max_token_bytes: the most bytes of a text that one token stands for; None where the number is not known.
         decoder: the steps that turn tokens into text, as in tokenizer.json.
+        pair_form: None where two texts are joined in a way that is not known here.
     """
 
     special_tokens: dict[str, str]
@@ -57,6 +68,7 @@ class Lexicon(msgspec.Struct):
     vocab_size: int
     max_token_bytes: int | None
     decoder: Any
+    pair_form: PairForm | None = None
 
 
 class Coder(Protocol):
@@ -160,8 +172,28 @@ def build(file: TokenizerFile, config: dict[str, Any], templates: dict[str, str]
         vocab_size=vocab_size,
         max_token_bytes=tokenizer_files.max_token_bytes(library, vocab),
         decoder=None if decoder is None else json.loads(decoder.__getstate__()),
+        pair_form=_pair_form(library),
     )
     return lexicon, LibraryCoder(library)
+
+
+def _pair_form(library: tokenizers.Tokenizer) -> PairForm | None:
+    """Read off the encoding of a pair how the tokenizer joins two texts."""
+    try:
+        pair = library.encode("a", "a")
+    except Exception as error:
+        # `tokenizers` raises bare exceptions, as for a word that a vocabulary without an unknown token lacks.
+        if type(error) is not Exception:
+            raise
+        return None
+    ids, sides, types = pair.ids, pair.sequence_ids, pair.type_ids
+    if 0 not in sides or 1 not in sides:
+        return None
+    first, second = sides.index(0), sides.index(1)
+    first_end, second_end = (len(sides) - sides[::-1].index(side) for side in (0, 1))
+    if first_end > second or set(types[:second]) != {0} or len(set(types[second:])) > 1:
+        return None
+    return PairForm(ids[:first], ids[first_end:second], ids[second_end:], types[-1] == 1)
 
 
 def _add_tokens(library: tokenizers.Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> set[int]:

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace import foreign
+from headrace.models import Model
+from headrace.models.config import ModelConfig
+from headrace.models.encoders.head import labels
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.protocol.step import Pooling
+from headrace.protocol.step import Activation, Classes, Pooling
 
 KINDS: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 """Kinds of pooling by sentence-transformers' names. Older files have a flag for each kind."""
@@ -26,6 +29,15 @@ FLAGS = {
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean",
 }
+
+
+ACTIVATIONS: tuple[Activation, ...] = ("sigmoid", "softmax", "identity")
+PROBLEMS: dict[str, Activation | None] = {
+    "regression": "identity",
+    "single_label_classification": None,
+    "multi_label_classification": "sigmoid",
+}
+"""Activations by transformers' names of problems; None: the one that makes probabilities of all classes."""
 
 
 class SentenceFiles(NamedTuple):
@@ -80,6 +92,37 @@ def _max_length(directory: Path) -> int | None:
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
         raise CheckpointError(f"{path}: max_seq_length is {length!r:.80}, expected an integer of at least 2")
     return length
+
+
+def pooled_form(model: Model, config: ModelConfig, sentences: SentenceFiles) -> tuple[Pooling, Classes | None]:
+    """Return the kind of vectors that a model has where a request names none, and the classes of a classifier. Raises
+    `CheckpointError`."""
+    head = getattr(model, "classifier", None)
+    if head is None:
+        return sentences.pooling or ("mean" if model.both_ways else ""), None
+    names = labels(config)
+    return head.pooling, Classes(names, _activation(config.values, len(names)), getattr(model, "second_type", 0))
+
+
+def _activation(values: dict[str, Any], num_classes: int) -> Activation:
+    """The activation of the classes' numbers: by the kind of problem that the model was trained for, or by the name
+    that sentence-transformers' cross-encoders have; else it makes probabilities of them."""
+    probabilities: Activation = "softmax" if num_classes > 1 else "sigmoid"
+    problem = values.get("problem_type")
+    if problem is not None:
+        if problem not in PROBLEMS:
+            expected = ", ".join(PROBLEMS)
+            raise CheckpointError(f"config.json: problem_type is {problem!r:.80}, expected one of {expected}")
+        return PROBLEMS[problem] or probabilities
+    options = values.get("sentence_transformers")
+    stated = options.get("activation_fn") if isinstance(options, dict) else None
+    name = stated or values.get("sbert_ce_default_activation_function")
+    if name is None:
+        return probabilities
+    for kind in ACTIVATIONS:
+        if str(name).rpartition(".")[2].lower() == kind:
+            return kind
+    raise CheckpointError(f"config.json: activation_fn is {name!r:.80}, expected torch's Sigmoid, Softmax or Identity")
 
 
 def for_encoder(config: EngineConfig, most: int, sentences: SentenceFiles) -> EngineConfig:

@@ -30,7 +30,7 @@ from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
-from headrace.engine.library.encoders import SentenceFiles, for_encoder, read_sentence_files
+from headrace.engine.library.encoders import SentenceFiles, for_encoder, pooled_form, read_sentence_files
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
@@ -175,6 +175,7 @@ def _build_runner(
     places: Adapters | None = backend.ops.adapters
     adapters = None if places is None else AdapterSet(places, config.max_loras, model_config)
     runner = Runner(program, sampler, matchers, speculator, adapters)
+    pooling, classes = pooled_form(model, model_config, sentences)
     info = EngineInfo(
         model=config.model,
         max_model_len=max_model_len,
@@ -199,7 +200,8 @@ def _build_runner(
         weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
         generates=not model.both_ways,
-        pooling=sentences.pooling or ("mean" if model.both_ways else ""),
+        pooling=pooling,
+        classes=classes,
     )
     return runner, info
 

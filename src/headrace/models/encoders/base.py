@@ -16,6 +16,7 @@ from headrace.backends.base import Array, Cache, HeadForm, Heads, LayerShape, Ro
 from headrace.models import Model
 from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
+from headrace.models.encoders.head import Head, dense, labels
 from headrace.models.rope import make_rope_table
 from headrace.models.unread import verify
 from headrace.models.weights import Linear
@@ -26,16 +27,20 @@ if TYPE_CHECKING:
     from headrace.models.weights import Weights
 
 
-def verify_task(config: ModelConfig) -> None:
-    """Raise `CheckpointError` for a classifier or reranker: its rows are not meant for vectors."""
+def num_classes(config: ModelConfig) -> int:
+    """Return the number of classes of a classifier or reranker, 0 for a model of vectors. Raises `CheckpointError` for
+    other tasks: their rows are meant for neither."""
     stated = config.values.get("architectures")
     for name in stated if isinstance(stated, list) else ():
         task = str(name).partition("For")[2]
+        if task == "SequenceClassification":
+            return len(labels(config))
         if task and task not in ("MaskedLM", "PreTraining"):
             raise CheckpointError(
-                f"config.json: architectures has {name!r:.80}, expected a model of vectors: classes and the scores of "
-                "rerankers are not computed here"
+                f"config.json: architectures has {name!r:.80}, expected a model of vectors or of classes "
+                "(ForSequenceClassification)"
             )
+    return 0
 
 
 class Keys(NamedTuple):
@@ -159,6 +164,8 @@ class Encoder(Model):
     """
 
     both_ways = True
+    second_type = 0
+    """What the ids of a pair's second text are raised by, where the model has types of tokens."""
     positions: Array | None = None
     """A table that is added to the tokens' embeddings, by position."""
     spare = r"(\w+\.)?(pooler|classifier|cls|lm_head|head|decoder|vocab_\w+|pre_classifier|qa_outputs)(\..*|$)"
@@ -169,7 +176,6 @@ class Encoder(Model):
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         verify(config.values, self.unread)
-        verify_task(config)
         keys = self.keys
         self.config, self.weights, self.ops, self.max_model_len = config, weights, ops, max_model_len
         self.hidden_size = config.integer(keys.hidden_size)
@@ -184,6 +190,7 @@ class Encoder(Model):
                 f"config.json: {keys.hidden_size} {self.hidden_size} is no multiple of {keys.num_heads} "
                 f"{self.num_heads}"
             )
+        self.num_classes = num_classes(config)
         self.cache_shapes = [LayerShape(self.num_heads, self.hidden_size // self.num_heads)] * self.num_layers
 
     def root_of(self, *roots: str) -> str:
@@ -194,11 +201,28 @@ class Encoder(Model):
         """Return the table of the tokens' embeddings."""
         return self.weights.table(name, (self.vocab_size, self.hidden_size))
 
-    def type_row(self, name: str) -> NDArray[np.float32]:
-        """Return the embedding of the first type of tokens [H], which all tokens of a single text have."""
+    def type_rows(self, name: str) -> NDArray[np.float32]:
+        """Return the embeddings of the types of tokens [types, H]. All tokens of a single text have the first."""
         num = self.config.integer("type_vocab_size", 2)
-        row: NDArray[np.float32] = self.weights.numbers(name, (num, self.hidden_size))[0]
-        return row
+        return self.weights.numbers(name, (num, self.hidden_size))
+
+    def typed_words(self, name: str, types: NDArray[np.float32]) -> Array:
+        """Return the table of the tokens' embeddings. A classifier with two types has them twice, with the step to the
+        second type added: ids from `second_type` on are tokens of that type."""
+        if not self.num_classes or len(types) < 2:
+            return self.words(name)
+        words = self.weights.numbers(name, (self.vocab_size, self.hidden_size))
+        self.second_type, self.vocab_size = self.vocab_size, 2 * self.vocab_size
+        return self.weights.constant_table(np.concatenate([words, words + (types[1] - types[0])]))
+
+    def make_head(self, *layers: tuple[str, str]) -> None:
+        """Make the head of a classifier out of `layers`, each a name and an activation; the last one has the
+        classes."""
+        if not self.num_classes:
+            return
+        width, (last, _) = self.hidden_size, layers[-1]
+        inner = [dense(self.weights, name, (width, width), activation) for name, activation in layers[:-1]]
+        self.classifier = Head((*inner, dense(self.weights, last, (self.num_classes, width))))
 
     def rotary(self, rope: ModelConfig) -> RopeTable:
         longest = self.max_positions(self.config)

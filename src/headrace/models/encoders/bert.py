@@ -39,12 +39,16 @@ class Model(Encoder):
         super().__init__(config, weights, ops, max_model_len)
         root = self.root_of(*self.roots)
         parts, size = f"{root}embeddings", (config.integer("max_position_embeddings"), self.hidden_size)
-        self.embedding = self.words(f"{parts}.word_embeddings.weight")
+        types = self.type_rows(f"{parts}.token_type_embeddings.weight")
+        self.embedding = self.typed_words(f"{parts}.word_embeddings.weight", types)
         positions = weights.numbers(f"{parts}.position_embeddings.weight", size)[self.first_position :]
-        positions = positions + self.type_row(f"{parts}.token_type_embeddings.weight")
-        self.positions = weights.constant_table(positions)
+        self.positions = weights.constant_table(positions + types[0])
         self.norm = LayerNorm(self, f"{parts}.LayerNorm")
         self.layers = [self.layer(f"{root}encoder.layer.{i}", i) for i in range(self.num_layers)]
+        self.read_head(root)
+
+    def read_head(self, root: str) -> None:
+        self.make_head((f"{root}pooler.dense", "tanh"), ("classifier", ""))
 
     def layer(self, name: str, layer_id: int) -> PostNormLayer:
         inputs = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]

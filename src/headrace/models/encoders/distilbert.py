@@ -33,6 +33,7 @@ class Model(Encoder):
         self.positions = weights.table(f"{root}embeddings.position_embeddings.weight", size)
         self.norm = LayerNorm(self, f"{root}embeddings.LayerNorm")
         self.layers = [self.layer(f"{root}transformer.layer.{i}", i) for i in range(self.num_layers)]
+        self.make_head(("pre_classifier", "relu"), ("classifier", ""))
 
     def layer(self, name: str, layer_id: int) -> PostNormLayer:
         inputs = [f"{name}.attention.{part}_lin" for part in "qkv"]

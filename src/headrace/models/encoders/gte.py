@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from headrace.backends.base import Array
 from headrace.models.config import ModelConfig
 from headrace.models.encoders import bert
 from headrace.models.encoders.base import Attention, Encoder, GatedMLP, LayerNorm, PostNormLayer
@@ -76,12 +75,15 @@ class Model(Encoder):
         root = self.root_of(*self.roots)
         names = next((each for each in self.layouts if weights.has_prefix(f"{root}{each.layers}.")), self.layouts[0])
         self.rope_table = self.rotary(self.rope(config))
-        self.embedding = self.words(f"{root}embeddings.word_embeddings.weight")
-        num_types = config.integer("type_vocab_size", 0, low=0)
-        if num_types:
-            self.positions = self.first_type(f"{root}embeddings.token_type_embeddings.weight")
+        words, types = f"{root}embeddings.word_embeddings.weight", np.zeros((0, self.hidden_size), np.float32)
+        if config.integer("type_vocab_size", 0, low=0):
+            types = self.type_rows(f"{root}embeddings.token_type_embeddings.weight")
+            # The first type is added to all rows, at every position.
+            self.positions = weights.constant_table(np.tile(types[0], (max_model_len, 1)))
+        self.embedding = self.typed_words(words, types)
         self.norm = LayerNorm(self, f"{root}{names.embeddings_norm}")
         self.layers = [self.layer(f"{root}{names.layers}.{i}", i, names) for i in range(self.num_layers)]
+        self.make_head((f"{root}pooler.dense", "tanh"), ("classifier", ""))
 
     def rope(self, config: ModelConfig) -> ModelConfig:
         """Return the settings of the positions. Of the type `ntk` (Su 2023, "RoPE as a beta-base encoding") the base is
@@ -95,10 +97,6 @@ class Model(Encoder):
             )
         factor, theta = rope.number("factor", low=1.0), rope.number("rope_theta", self.default_theta, low=1.0)
         return ModelConfig({"rope_type": "linear", "rope_theta": theta * factor, "factor": factor ** (2 / dim)})
-
-    def first_type(self, name: str) -> Array:
-        """Return the embedding of the first type of tokens for each position: it is added to all rows."""
-        return self.weights.constant_table(np.tile(self.type_row(name), (self.max_model_len, 1)))
 
     def layer(self, name: str, layer_id: int, names: Names) -> PostNormLayer:
         qkv, gate_up = ([f"{name}.{part}" for part in parts] for parts in (names.qkv, names.gate_up))

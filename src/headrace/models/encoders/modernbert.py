@@ -6,11 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
 from headrace.models.encoders.base import Attention, Encoder, GatedMLP, Keys, LayerNorm
+from headrace.models.encoders.head import Head, Norm, dense
 from headrace.models.unread import Unread
 from headrace.protocol.errors import CheckpointError
+from headrace.protocol.step import Pooling
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -31,6 +35,7 @@ TINY = {
     "cls_token_id": 1,
     "sep_token_id": 2,
 }
+POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
 THETAS = {"full_attention": ("global_rope_theta", 160000.0), "sliding_attention": ("local_rope_theta", 10000.0)}
 
 
@@ -66,9 +71,26 @@ class Model(Encoder):
         self.norm = self.norm_of(f"{root}embeddings.norm")
         self.layers = [Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
         self.final_norm = self.norm_of(f"{root}final_norm")
+        if self.num_classes:
+            self.read_head()
+
+    def read_head(self) -> None:
+        width, weights = (self.hidden_size,), self.weights
+        activation = str(self.config.values.get("classifier_activation", "gelu"))
+        bias = self.config.flag("classifier_bias", False)
+        first = dense(weights, "head.dense", width * 2, activation, bias=bias)
+        numbers = {part: weights.numbers(f"head.norm.{part}", width).astype(np.float64) for part in self.norm_parts}
+        norm = Norm(numbers["weight"], numbers.get("bias"), self.eps)
+        last = dense(weights, "classifier", (self.num_classes, *width))
+        pooling = self.config.choice("classifier_pooling", POOLINGS, "cls")
+        self.classifier = Head((first._replace(norm=norm), last), pooling)
+
+    @property
+    def norm_parts(self) -> list[str]:
+        return ["weight", "bias"] if self.config.flag("norm_bias", False) else ["weight"]
 
     def norm_of(self, name: str) -> LayerNorm:
-        return LayerNorm(self, name, bias=self.config.flag("norm_bias", False))
+        return LayerNorm(self, name, bias="bias" in self.norm_parts)
 
     def layer_type(self, layer_id: int) -> str:
         every = self.config.integer("global_attn_every_n_layers", 3)

@@ -21,6 +21,9 @@ class Model(bert.Model):
         self.first_position = first_position(config)
         super().__init__(config, weights, ops, max_model_len)
 
+    def read_head(self, root: str) -> None:
+        self.make_head(("classifier.dense", "tanh"), ("classifier.out_proj", ""))
+
     @classmethod
     def max_positions(cls, config: ModelConfig) -> int:
         return config.max_positions() - first_position(config)

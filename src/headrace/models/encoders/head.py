@@ -1,0 +1,104 @@
+"""The head of a classifier: turns the pooled vector of a text into a number for each class.
+
+It is small, and is computed by numpy on the host, one text after the other: the bits of a text are its own on every
+backend. Knows numbers only. Called by the model files; `Runner` applies it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.step import Pooling
+
+if TYPE_CHECKING:
+    from headrace.models.config import ModelConfig
+    from headrace.models.weights import Weights
+
+F64 = NDArray[np.float64]
+
+
+def _gelu(x: F64) -> F64:
+    return x * 0.5 * (1.0 + np.array([math.erf(each / math.sqrt(2)) for each in x.tolist()]))
+
+
+ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
+    "": lambda x: x,
+    "tanh": lambda x: np.array([math.tanh(each) for each in x.tolist()]),
+    "relu": lambda x: np.maximum(x, 0.0),
+    "gelu": _gelu,
+    "silu": lambda x: x / (1.0 + np.array([math.exp(min(-each, 700.0)) for each in x.tolist()])),
+}
+
+
+MAX_CLASSES = 2**16
+
+
+def labels(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the classes, by number. As transformers has it, there are two where config.json says nothing.
+    Raises `CheckpointError`."""
+    stated = config.values.get("id2label")
+    if not stated:
+        num = config.integer("num_labels", 2, high=MAX_CLASSES)
+        return tuple(f"LABEL_{i}" for i in range(num))
+    if not isinstance(stated, dict) or set(stated) != {str(i) for i in range(len(stated))} or len(stated) > MAX_CLASSES:
+        raise CheckpointError(
+            f"config.json: id2label is {stated!r:.80}, expected a name for each of the numbers 0, 1, ... of at most "
+            f"{MAX_CLASSES} classes"
+        )
+    return tuple(str(stated[str(i)])[:1000] for i in range(len(stated)))
+
+
+class Norm(NamedTuple):
+    """A layer norm behind a dense layer. bias: None if it has none."""
+
+    weight: F64
+    bias: F64 | None
+    eps: float
+
+    def __call__(self, x: F64) -> F64:
+        x = x - x.mean()
+        x = x / math.sqrt((x * x).mean() + self.eps) * self.weight
+        return x if self.bias is None else x + self.bias
+
+
+class Dense(NamedTuple):
+    """norm(activation(weight x + bias)), of numbers in float64. weight [out, in]."""
+
+    weight: F64
+    bias: F64 | None = None
+    activation: str = ""
+    norm: Norm | None = None
+
+    def __call__(self, x: F64) -> F64:
+        # A library's product may cut the sum among threads; this one is a plain loop.
+        x = np.einsum("oi,i->o", self.weight, x)
+        x = ACTIVATIONS[self.activation](x if self.bias is None else x + self.bias)
+        return x if self.norm is None else self.norm(x)
+
+
+class Head(NamedTuple):
+    """Dense layers, the last of which has an output for each class. pooling: the kind of vector that they read."""
+
+    layers: tuple[Dense, ...]
+    pooling: Pooling = "cls"
+
+    def __call__(self, pooled: F64) -> F64:
+        """The pooled vector of a text [H] -> [classes], float64."""
+        for layer in self.layers:
+            pooled = layer(pooled)
+        return pooled
+
+
+def dense(weights: Weights, name: str, shape: tuple[int, int], activation: str = "", *, bias: bool = True) -> Dense:
+    """Read the dense layer `name` [out, in]. Raises `CheckpointError`."""
+    if activation not in ACTIVATIONS:
+        known = ", ".join(filter(None, ACTIVATIONS))
+        raise CheckpointError(f"config.json: the head's activation is {activation!r:.80}, expected one of {known}")
+    numbers = weights.numbers(f"{name}.bias", shape[:1]).astype(np.float64) if bias else None
+    return Dense(weights.numbers(f"{name}.weight", shape).astype(np.float64), numbers, activation)
