@@ -3,7 +3,6 @@ own."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from tests.support.harness import BACKENDS
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from headrace import LLM, models
-from headrace.protocol.errors import CheckpointError, RequestError
 
 TYPES = [name for name in models.encoder_names() if name != "new"]
 

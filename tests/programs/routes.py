@@ -23,7 +23,8 @@ from headrace.serve.apis.anthropic import reply as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server import reply as llama_reply
 from headrace.serve.apis.ollama import reply as ollama
-from headrace.serve.apis.openai import responses_paths, vllm
+from headrace.serve.apis.openai import responses_paths
+from headrace.serve.apis.tei import paths as tei
 from headrace.serve.app import create_app
 from headrace.serve.errors import OPENAI, Api
 from headrace.serve.gates.auth import class_of, is_public
@@ -33,9 +34,9 @@ APIS: dict[str, Api] = {
     "Anthropic": anthropic.API,
     "Ollama": ollama.API,
     "llama-server": llama_reply.API,
+    "TEI": tei.API,
 }
 REASONS = {
-    **vllm.UNSERVED,
     **llama_server.INSTEAD,
     "/v1/responses/compact": responses_paths.NO_COMPACTION,
     "/api/push": "models are not sent anywhere",
@@ -51,7 +52,7 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/images/generations": ("OpenAI", TEXT_ONLY),
     "/v1/images/edits": ("OpenAI", TEXT_ONLY),
     "/v1/realtime": ("OpenAI, vLLM", TEXT_ONLY),
-    "/v1/moderations": ("OpenAI", "the models served here are decoders, without a head for classes"),
+    "/v1/moderations": ("OpenAI", "`/classify` has the classes of a classifier"),
     "/v1/fine_tuning/jobs": ("OpenAI", "models are not trained here"),
     "/v1/uploads": ("OpenAI", "files of up to 64 MiB are sent to `/v1/files` whole"),
     "/v1/vector_stores": ("OpenAI", "nothing is searched here"),
@@ -76,6 +77,8 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/models/unload": ("llama-server", "`POST /api/generate` with the model's name and `keep_alive` 0 unloads it"),
     "/v1/chat/completions/control": ("llama-server", "the sampling of an answer is that of its request"),
     "/tools": ("llama-server", "tools are run by clients"),
+    "/embed_all": ("TEI", "a text has one vector"),
+    "/embed_sparse": ("TEI", "a text has one vector, of all its dimensions"),
     "/cors-proxy": ("llama-server", "the server fetches nothing for a client"),
 }
 """Routes of other servers that there are none of here: whose they are, and why."""

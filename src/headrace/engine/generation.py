@@ -34,6 +34,7 @@ from headrace.text.inputs import (
     RequestOptions,
     is_text,
     make_requests,
+    pair_ids,
     prompt_ids,
     prompt_size,
     with_token_ids,
@@ -212,10 +213,18 @@ class TextClient:
             add_special_tokens=add_special_tokens,
             truncate_prompt_tokens=truncate_prompt_tokens,
         )
+        return await self._tokenised(is_text(prompt), prompt_size(prompt), work)
+
+    async def pair_ids(self, first: str, second: str, truncate_prompt_tokens: int | None = None) -> list[int]:
+        """Return `inputs.pair_ids`, as `prompt_ids` does."""
+        work = functools.partial(pair_ids, first, second, self.tokenizer, self.info, truncate_prompt_tokens)
+        return await self._tokenised(True, len(first) + len(second), work)
+
+    async def _tokenised(self, is_text: bool, size: int, work: Callable[[], T]) -> T:
         # A call may have hundreds of prompts that are short enough to be done here: others run between two of them.
         await asyncio.sleep(0)
-        run = self.encoding if is_text(prompt) else off_loop
-        return await in_time(run(prompt_size(prompt), work), "its prompt was tokenised")
+        run = self.encoding(size, work) if is_text else off_loop(size, work)
+        return await in_time(run, "its prompt was tokenised")
 
     async def open(
         self,

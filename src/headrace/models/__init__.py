@@ -48,9 +48,9 @@ class Model(Protocol):
     """Whether rows see later rows: of an encoder. Then a sequence is one chunk, of which all rows are read, and no
     token is drawn."""
 
-    classifier: Callable[[Array], Array] | None = None
-    """Turns the pooled vector of a text [H], float64 on the host, into a number for each class; None for models without
-    classes."""
+    classifier: Any = None
+    """A function: the pooled vector of a text [H], float64 on the host -> a number for each class; None for models
+    without classes."""
 
     spare: str = "(?!)"
     """A regular expression for the names of tensors that the model leaves unread: of heads for other tasks."""

@@ -15,14 +15,13 @@ ALIASES = {
     "/models": "/v1/models",
     "/responses": "/v1/responses",
     "/score": "/v1/score",
-    "/rerank": "/v1/rerank",
     "/reranking": "/v1/rerank",
     "/v1/reranking": "/v1/rerank",
     "/v2/rerank": "/v1/rerank",
     "/v1/health": "/health",
 }
 """Each alias (llama-server's, vLLM's and Cohere's), and the path that it stands for. `/completions` and `/embeddings`
-are not aliases: there llama-server has an API with other bodies."""
+are not aliases: there llama-server has an API with other bodies; nor is `/rerank`, where TEI has one."""
 
 
 def add_routes(app: Starlette) -> None:

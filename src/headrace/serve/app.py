@@ -39,10 +39,12 @@ from headrace.serve.apis.anthropic import paths as anthropic
 from headrace.serve.apis.llama_server import paths as llama_server
 from headrace.serve.apis.llama_server.slots import Folder
 from headrace.serve.apis.ollama import service as ollama
-from headrace.serve.apis.openai import adapters, vllm
+from headrace.serve.apis.openai import adapters, scores, vllm
 from headrace.serve.apis.openai import completions as openai_completions
+from headrace.serve.apis.openai.scores import ScoreRoutes
 from headrace.serve.apis.openai.storage import Storage
 from headrace.serve.apis.openai.storage import add_routes as add_storage_routes
+from headrace.serve.apis.tei import paths as tei
 from headrace.serve.call.parsing import seconds_of
 from headrace.serve.call.sleeping import IdleSleep
 from headrace.serve.call.states import ASLEEP, State
@@ -115,7 +117,10 @@ def create_app(
     llama_server.add_routes(app, models, slot_files, shows_slots=server.slots)
     tokenize.add_routes(app, models)
     add_storage_routes(app, storage)
-    vllm.add_routes(app, models, storage.embeddings)
+    score_routes = models.bind(ScoreRoutes)
+    scores.add_routes(app, score_routes)
+    vllm.add_routes(app, models, storage.embeddings, score_routes)
+    tei.add_routes(app, models, score_routes.rerank)
     adapters.add_routes(app, models)
     _add_operations(app, models, lifespan, LlamaMetrics() if server.metrics else None)
     explanations.add_routes(app, explainers.of_call)

@@ -24,6 +24,17 @@ UNADVISED = (
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
+def _pooled_rows(info: EngineInfo) -> dict[str, str]:
+    """What a model without answers gives."""
+    if info.classes is None:
+        return {"vectors": f"an encoder, which gives no answers; pooling {info.pooling} where a request names none"}
+    labels = info.classes.labels
+    if len(labels) == 1:
+        return {"classes": "a cross-encoder, which gives the scores of pairs, and no answers"}
+    more = ", ..." if len(labels) > 8 else ""
+    return {"classes": f"a classifier, which gives no answers; {len(labels)} classes: {', '.join(labels[:8])}{more}"}
+
+
 def summary(
     info: EngineInfo,
     path: Path | None,
@@ -57,7 +68,7 @@ def summary(
     }
     if not info.generates:
         rows = {name: text for name, text in rows.items() if name not in ("answers end with", "temperature")}
-        rows["vectors"] = f"an encoder, which gives no answers; pooling {info.pooling} where a request names none"
+        rows |= _pooled_rows(info)
     if info.quantization:
         rows["loss"] = audit.loss_in_words(measured, info)
     fields = {

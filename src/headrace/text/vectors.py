@@ -114,10 +114,14 @@ def activated(numbers: Sequence[float], activation: Activation) -> list[float]:
     return array("f", numbers).tolist()
 
 
-def check_classes(info: EngineInfo, wanted: str) -> Classes:
+def check_classes(info: EngineInfo, route: str) -> Classes:
     """Return the classes of a classifier. Raises `RequestError` for a model without any."""
     if info.classes is None:
-        raise RequestError("model", info.model, f"a classifier, since {wanted} is asked for; this model has no classes")
+        bound = (
+            f"a classifier, for {route}: this model has no classes. structured_outputs with a choice makes a decoder "
+            "answer with one of several labels"
+        )
+        raise RequestError("model", info.model, bound)
     return info.classes
 
 

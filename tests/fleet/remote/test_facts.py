@@ -19,7 +19,7 @@ from headrace.fleet.remote import facts, wire
 from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
-from headrace.protocol.step import EngineInfo
+from headrace.protocol.step import Classes, EngineInfo
 from headrace.secure.channel import pack
 from headrace.secure.handshake import HandshakeError, is_final
 
@@ -42,6 +42,10 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("adapters", {"a": LoadedAdapter("d" * 5000, 1, 1)}),
     ("adapters", {"a": LoadedAdapter("d", 0, 1)}),
     ("adapters", {"a": LoadedAdapter("d", 1, 2**40)}),
+    ("classes", Classes(())),
+    ("classes", Classes(("a",) * 2**17)),
+    ("classes", Classes(("a" * 5000,))),
+    ("classes", Classes(("a",), second_type=2**30)),
 ]
 
 
@@ -81,7 +85,7 @@ def test_every_number_of_an_engine_has_a_bound() -> None:
         kinds[name].add(field.name) if name in kinds else rest.add(field.name)
     assert kinds["int"] == set(facts.BOUNDS)
     assert kinds["str"] == {*facts.TEXTS, "scheduling_policy"}
-    assert rest == {"eos_token_ids", "kinds", "more_blocks", "adapters", "generates", "pooling"}
+    assert rest == {"eos_token_ids", "kinds", "more_blocks", "adapters", "generates", "pooling", "classes"}
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["", "control"])

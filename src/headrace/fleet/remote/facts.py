@@ -59,6 +59,9 @@ def check(loaded: Loaded) -> None:
     for name, adapter in info.adapters.items():
         if max(map(len, (name, adapter.digest, adapter.base, adapter.path))) > MAX_LETTERS:
             raise _refusal("info.adapters", name[:20] + "...", f"of at most {MAX_LETTERS} letters")
+    for label in info.classes.labels if info.classes is not None else ():
+        if len(label) > MAX_LETTERS:
+            raise _refusal("info.classes", label[:20] + "...", f"of at most {MAX_LETTERS} letters")
     if info.scheduling_policy not in POLICIES:
         raise _refusal("info.scheduling_policy", info.scheduling_policy[:80], f"one of {', '.join(POLICIES)}")
 
@@ -71,6 +74,9 @@ def _more(info: EngineInfo) -> Iterator[tuple[str, float, Range]]:
     for adapter in info.adapters.values():
         yield "info.adapters.rank", adapter.rank, Range(1, MAX_LORA_RANK)
         yield "info.adapters.num_layers", adapter.num_layers, Range(1, 2**20)
+    if info.classes is not None:
+        yield "the length of info.classes", len(info.classes.labels), Range(1, 2**16)
+        yield "info.classes.second_type", info.classes.second_type, Range(0, info.vocab_size)
     yield "the length of info.kinds", len(info.kinds), Range(1, MAX_KINDS)
     yield from (("info.kinds.window", kind.window, Range(0, 2**30)) for kind in info.kinds)
     yield "the length of info.more_blocks", len(info.more_blocks), Range(0, len(info.kinds) - 1)

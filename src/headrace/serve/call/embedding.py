@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol import bounds
+from headrace.protocol.step import Pooling
 from headrace.text.inputs import Prompt, RequestOptions
+from headrace.text.outputs import RequestState
 from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
 
 
@@ -48,29 +50,50 @@ async def vectors(
     field: str = "input",
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
-    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt, adapter = options
-    kind = check_form(pooling, dimensions, front.info)
-    bounds.check("prompt_list", texts, field)
-    if truncate_prompt_tokens is not None:
-        bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)
-    if cache_salt:
-        bounds.check("cache_salt", cache_salt)
-    front.check_room(len(texts), EMBEDDING_PARAMS)
+    kind = check_form(options.pooling, options.dimensions, front.info)
+    prompts = await prompt_list(front, texts, options, field)
+    states = await pooled(front, prompts, kind, options)
+
+    def finish() -> list[list[float]]:
+        pairs = zip(states, prompts, strict=True)
+        return [finished(state.pooled, kind, len(ids), options.dimensions, options.normalize) for state, ids in pairs]
+
+    rows = await off_loop(sum(len(state.pooled) for state in states), finish)
+    return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in states])
+
+
+async def prompt_list(
+    front: TextClient, texts: Sequence[Prompt], options: VectorOptions, field: str
+) -> list[list[int]]:
+    """Return the token ids of texts or lists of ids. Raises `RequestError` for lists and options out of bounds."""
+    check_options(front, texts, options, field)
     prompts = []
     for text in texts:
         _, token_ids = await front.prompt_ids(
-            text, add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens
+            text,
+            add_special_tokens=options.add_special_tokens,
+            truncate_prompt_tokens=options.truncate_prompt_tokens,
         )
         prompts.append(token_ids)
-    async with await front.open(
-        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, kind, adapter=adapter)
-    ) as generation:
+    return prompts
+
+
+def check_options(front: TextClient, texts: Sequence[object], options: VectorOptions, field: str) -> None:
+    """Raise `RequestError` or the errors of `check_room` for a call that is not tokenised yet."""
+    bounds.check("prompt_list", texts, field)
+    if options.truncate_prompt_tokens is not None:
+        bounds.check("truncate_prompt_tokens", options.truncate_prompt_tokens)
+    if options.cache_salt:
+        bounds.check("cache_salt", options.cache_salt)
+    front.check_room(len(texts), EMBEDDING_PARAMS)
+
+
+async def pooled(
+    front: TextClient, prompts: Sequence[list[int]], kind: Pooling, options: VectorOptions
+) -> list[RequestState]:
+    """Return the state of each prompt, with its pooled numbers. Raises `HeadraceError` if one fails."""
+    request_options = RequestOptions(options.priority, options.cache_salt, lambda: 0, kind, adapter=options.adapter)
+    async with await front.open(prompts, EMBEDDING_PARAMS, request_options) as generation:
         async for _ in generation:
             pass
-
-    def finish() -> list[list[float]]:
-        pairs = zip(generation.states, prompts, strict=True)
-        return [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
-
-    rows = await off_loop(sum(len(state.pooled) for state in generation.states), finish)
-    return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in generation.states])
+    return list(generation.states)

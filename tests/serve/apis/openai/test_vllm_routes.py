@@ -71,9 +71,7 @@ def test_reset_prefix_cache_forgets_what_was_cached(live: Live) -> None:
     assert cached() == 0
 
 
-@pytest.mark.parametrize("path", ["/classify"])
-def test_what_is_not_served_has_its_reason(live: Live, path: str) -> None:
-    reply = live.post(path, {"input": "x"})
-    assert reply.status_code == 501
-    assert reply.json()["error"]["message"].startswith(f"{path}: not supported here; ")
-    assert len(reply.json()["error"]["message"]) > 60
+def test_a_decoder_has_no_classes(live: Live) -> None:
+    reply = live.post("/classify", {"input": "x"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+    assert "structured_outputs with a choice" in reply.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""OpenAI's /v1/embeddings, and vLLM's /pooling, /score and /rerank on top of it.
+"""OpenAI's /v1/embeddings, and vLLM's /pooling.
 
 `serve.call.embedding` makes the vectors. Knows requests and replies; `add_routes` puts the routes on an app.
 """
@@ -9,7 +9,7 @@ import time
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
@@ -20,9 +20,10 @@ from headrace.serve.apis.openai.reply import Explanations
 from headrace.serve.call.embedding import VectorOptions, Vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_labels
+from headrace.serve.call.scoring import class_rows
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
-from headrace.text.vectors import likeness, packed
+from headrace.text.vectors import packed
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -43,33 +44,16 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
 
 
 class PoolingRequest(EmbeddingRequest, forbid_unknown_fields=True, kw_only=True):
-    """POST /pooling: `task` names the kind of result, as in vLLM."""
+    """POST /pooling: `task` names the kind of result, as in vLLM; `use_activation` (older: `activation`): false gives a
+    classifier's numbers before the activation."""
 
     task: str | None = None
+    use_activation: bool | None = None
+    activation: bool | None = None
 
-
-class ScoreRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/score: one text against others, or texts in pairs."""
-
-    text_1: str | list[str]
-    text_2: str | list[str]
-    model: str | None = None
-    pooling: str | None = None
-    truncate_prompt_tokens: int | None = None
-    explain: bool | None = None
-
-
-class RerankRequest(Body, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/rerank: documents by their likeness to a query."""
-
-    query: str
-    documents: list[str]
-    model: str | None = None
-    top_n: int | None = None
-    return_documents: bool | None = None
-    pooling: str | None = None
-    truncate_prompt_tokens: int | None = None
-    explain: bool | None = None
+    @property
+    def activates(self) -> bool:
+        return self.use_activation is not False and self.activation is not False
 
 
 class Vector(msgspec.Struct, kw_only=True):
@@ -113,41 +97,6 @@ class PoolingReply(msgspec.Struct, kw_only=True):
     warnings: WarningLines = UNSET
 
 
-class Score(msgspec.Struct, kw_only=True):
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
-class ScoreReply(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["list"] = "list"
-    data: list[Score]
-    model: str
-    usage: VectorUsage
-    explain: Explanations = UNSET
-    warnings: WarningLines = UNSET
-
-
-class RankedDocument(msgspec.Struct, kw_only=True):
-    text: str
-
-
-class RankedResult(msgspec.Struct, kw_only=True):
-    index: int
-    relevance_score: float
-    document: RankedDocument | UnsetType = UNSET
-
-
-class RerankReply(msgspec.Struct, kw_only=True):
-    id: str
-    results: list[RankedResult]
-    model: str
-    usage: VectorUsage
-    explain: Explanations = UNSET
-    warnings: WarningLines = UNSET
-
-
 class Embeddings:
     """The routes without HTTP. Raises `HeadraceError`s of all kinds."""
 
@@ -168,10 +117,11 @@ class Embeddings:
         )
 
     async def pool(self, body: dict[str, Any]) -> PoolingReply:
-        """Texts as vectors, in the form of vLLM's pooling."""
+        """Texts as vectors, or as the numbers of a classifier's classes, in the form of vLLM's pooling."""
         request = convert(PoolingRequest, body)
-        if request.task not in (None, "embed"):
-            raise RequestError("task", request.task, "embed: a decoder gives one vector for each text, and no classes")
+        task = "embed" if self.model.front.info.classes is None else "classify"
+        if request.task not in (None, task):
+            raise RequestError("task", request.task, f"{task}, which is this model's")
         rows, embedded = await self._rows(request)
         data = [PooledVector(index=i, data=row) for i, row in enumerate(rows)]
         return PoolingReply(
@@ -200,64 +150,17 @@ class Embeddings:
             cache_salt=request.cache_salt or "",
             adapter=self.model.adapter(request.model),
         )
-        embedded = await vectors(self.model.front, as_prompts(request.input, "input"), options)
+        texts = as_prompts(request.input, "input")
+        if isinstance(request, PoolingRequest) and self.model.front.info.classes is not None:
+            rated = await class_rows(self.model.front, texts, options, "input", use_activation=request.activates)
+            embedded = Vectors(rated.rows, rated.num_tokens, rated.request_ids)
+        else:
+            embedded = await vectors(self.model.front, texts, options)
         if request.encoding_format != "base64":
             return list(embedded.rows), embedded
         return await off_loop(embedded.size, lambda: [packed(row) for row in embedded.rows]), embedded
 
-    async def score(self, body: dict[str, Any]) -> ScoreReply:
-        """The likeness of texts."""
-        request = convert(ScoreRequest, body)
-        self.model.check_model(request.model)
-        ones, others = _as_list(request.text_1), _as_list(request.text_2)
-        if len(ones) not in (1, len(others)):
-            raise RequestError("text_1", len(ones), f"one text, or as many as text_2 has ({len(others)})")
-        first = await self._vectors(request, ones, "text_1")
-        second = await self._vectors(request, others, "text_2")
-        rows = first.rows * len(others) if len(ones) == 1 else first.rows
-        pairs = zip(rows, second.rows, strict=True)
-        scores = await off_loop(second.size, lambda: [likeness(a, b) for a, b in pairs])
-        data = [Score(index=i, score=score) for i, score in enumerate(scores)]
-        return ScoreReply(
-            id=f"score-{new_request_id()}",
-            data=data,
-            model=self.model.reply_name(request.model),
-            usage=_usage(first, second),
-            explain=self._explain(request, first, second),
-            warnings=request.warnings.reply(),
-        )
-
-    async def rerank(self, body: dict[str, Any]) -> RerankReply:
-        """Documents by their likeness to a query."""
-        request = convert(RerankRequest, body)
-        self.model.check_model(request.model)
-        top_n = len(request.documents) if request.top_n is None else request.top_n
-        if top_n < 0:
-            raise RequestError("top_n", top_n, "at least 0; 0 is all of them")
-        query = await self._vectors(request, [request.query], "query")
-        documents = await self._vectors(request, request.documents, "documents")
-        [query_row] = query.rows
-        scores = await off_loop(documents.size, lambda: [likeness(query_row, row) for row in documents.rows])
-        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: top_n or None]
-        results = [RankedResult(index=i, relevance_score=scores[i]) for i in order]
-        if request.return_documents is not False:
-            for result in results:
-                result.document = RankedDocument(text=request.documents[result.index])
-        return RerankReply(
-            id=f"rerank-{new_request_id()}",
-            results=results,
-            model=self.model.reply_name(request.model),
-            usage=_usage(query, documents),
-            explain=self._explain(request, query, documents),
-            warnings=request.warnings.reply(),
-        )
-
-    async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
-        most, adapter = request.truncate_prompt_tokens, self.model.adapter(request.model)
-        options = VectorOptions(request.pooling, truncate_prompt_tokens=most, adapter=adapter)
-        return await vectors(self.model.front, texts, options, field)
-
-    def _explain(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> Explanations:
+    def _explain(self, request: EmbeddingRequest, *parts: Vectors) -> Explanations:
         if not request.explain:
             return UNSET
         return self.model.explain([request_id for part in parts for request_id in part.request_ids])
@@ -268,13 +171,7 @@ def _usage(*parts: Vectors) -> VectorUsage:
     return VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
-def _as_list(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
-
-
 def add_routes(app: Starlette, embeddings: Embeddings) -> None:
-    """/v1/embeddings, /pooling, /v1/score and /v1/rerank."""
+    """/v1/embeddings and /pooling."""
     routing.post(app, "/v1/embeddings", embeddings.create, takes=EmbeddingRequest, gives=EmbeddingReply)
     routing.post(app, "/pooling", embeddings.pool, takes=PoolingRequest, gives=PoolingReply)
-    routing.post(app, "/v1/score", embeddings.score, takes=ScoreRequest, gives=ScoreReply)
-    routing.post(app, "/v1/rerank", embeddings.rerank, takes=RerankRequest, gives=RerankReply)

@@ -1,35 +1,26 @@
 """vLLM's routes that OpenAI has not: descriptions of server and tokenizer, the prefix cache, SageMaker's
 `/invocations`.
 
-Classes and adapters need models that are not served here: these routes reply with the reason. Knows calls and replies;
-`add_routes` puts the routes on an app.
+Knows calls and replies; `add_routes` puts the routes on an app.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.responses import Response
 
 from headrace import __version__
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai import completions
 from headrace.serve.apis.openai.embeddings import Embeddings
+from headrace.serve.apis.openai.scores import ScoreRoutes
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Body
 from headrace.serve.call.service import ServedModel
-from headrace.serve.errors import CallError
-
-UNSERVED = {
-    "/classify": "the models served here are decoders, without a head for classes; structured_outputs with a choice "
-    "makes a decoder answer with one of several labels",
-}
-"""Routes of vLLM's that are not served, each with the reason."""
 
 
 class InvocationRequest(Body, kw_only=True):
@@ -111,14 +102,14 @@ def tokenizer_info(model: ServedModel, query: Mapping[str, str]) -> TokenizerInf
     )
 
 
-def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None:
-    """Add `/server_info`, `/tokenizer_info`, `/reset_prefix_cache` and `/invocations`, and the routes of `UNSERVED`."""
+def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings, routes: ScoreRoutes) -> None:
+    """Add `/server_info`, `/tokenizer_info`, `/reset_prefix_cache` and `/invocations`."""
     by_field: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
         "messages": models.bound(completions.chat),
         "prompt": models.bound(completions.complete),
         "input": embeddings.create,
-        "text_1": embeddings.score,
-        "query": embeddings.rerank,
+        "text_1": routes.score,
+        "query": routes.rerank,
     }
 
     async def invoke(body: dict[str, Any]) -> Any:
@@ -134,14 +125,8 @@ def add_routes(app: Starlette, models: ModelSet, embeddings: Embeddings) -> None
             model.client.reset_prefix_cache()
         return CacheReset(success=True)
 
-    def unserved(path: str) -> Response:
-        """Not done by this server."""
-        raise CallError(501, "not_supported_error", f"{path}: not supported here; {UNSERVED[path]}")
-
     routing.post(app, "/invocations", invoke, takes=InvocationRequest, gives=dict[str, Any])
     info, about = models.bound(server_info, wakes=False), models.bound(tokenizer_info, wakes=False)
     routing.get(app, "/server_info", info, gives=ServerInfo, query=("model", "config_format"))
     routing.get(app, "/tokenizer_info", about, gives=TokenizerInfo, query=("model",))
     routing.post(app, "/reset_prefix_cache", reset, gives=CacheReset)
-    for path in UNSERVED:
-        routing.post(app, path, functools.partial(unserved, path), unserved=True)
