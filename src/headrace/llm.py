@@ -42,6 +42,7 @@ from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import Prompt
 from headrace.text.named_templates import template_of, with_ends
 from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
+from headrace.text.pairs import pair_ids
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vectors import (
     EMBEDDING_PARAMS,
@@ -263,8 +264,7 @@ class LLM:
         if check_reranker(self.core.info) is not None:
             joined = zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True)
             prompts: list[Prompt] = [
-                {"prompt_token_ids": inputs.pair_ids(one, other, self._tokenizer, self.core.info)}
-                for one, other in joined
+                {"prompt_token_ids": pair_ids(one, other, self._tokenizer, self.core.info)} for one, other in joined
             ]
             return [
                 ScoringRequestOutput(each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]))

@@ -114,8 +114,8 @@ def test_stretched_positions_of_gte(tmp_path: Path) -> None:
     assert error(model, texts_of(), computed) < 1e-5
 
 
-@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
-def test_a_reranker_gives_no_vectors(task: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["TokenClassification", "QuestionAnswering", "MultipleChoice"])
+def test_a_head_for_another_task_gives_no_vectors(task: str, tmp_path: Path) -> None:
     save("bert", tmp_path)
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
@@ -172,7 +172,7 @@ def test_an_encoder_generates_nothing(tmp_path: Path) -> None:
     save("bert", tmp_path)
     llm = open_llm(tmp_path)
     assert not llm.core.info.generates
-    with pytest.raises(RequestError, match="a model that generates: this one is an encoder"):
+    with pytest.raises(RequestError, match="a model that answers: this one gives vectors or classes"):
         llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
     with pytest.raises(ContextLengthError, match="at most 512 tokens"):
         vectors(llm, [[5] * 513])

@@ -77,6 +77,8 @@ ACCESS |= dict.fromkeys(
         "POST /infill",
         "POST /slots/{slot_id}",
         "POST /classify",
+        "POST /predict",
+        "GET /info",
         "GET /tokenizer_info",
         "GET /models",
         "GET /props",

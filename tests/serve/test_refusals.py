@@ -27,7 +27,8 @@ from headrace.serve.apis.llama_server import reply as llama_reply
 from headrace.serve.apis.llama_server import request as llama_request
 from headrace.serve.apis.llama_server.reply import COUNTERS
 from headrace.serve.apis.ollama import request as ollama_request
-from headrace.serve.apis.openai import conversations, embeddings, responses_input, vllm
+from headrace.serve.apis.openai import conversations, embeddings, responses_input, scores, vllm
+from headrace.serve.apis.tei import paths as tei
 from headrace.serve.call import parsing, schema
 from headrace.serve.gates import limits
 
@@ -73,13 +74,16 @@ BODIES["/v1/conversations"] = (conversations.ConversationRequest, {"items": [{"r
 BODIES["/v1/responses"] = (responses_input.ResponsesRequest, {"input": "hi", "max_output_tokens": 2, "store": False})
 BODIES["/v1/embeddings"] = (embeddings.EmbeddingRequest, {"input": "hi"})
 BODIES["/pooling"] = (embeddings.PoolingRequest, {"input": "hi"})
-BODIES["/v1/score"] = (embeddings.ScoreRequest, {"text_1": "hi", "text_2": "ho"})
-BODIES["/v1/rerank"] = (embeddings.RerankRequest, {"query": "hi", "documents": ["ho"]})
+BODIES["/v1/score"] = (scores.ScoreRequest, {"text_1": "hi", "text_2": "ho"})
+BODIES["/v1/rerank"] = BODIES["/rerank"] = (scores.RerankRequest, {"query": "hi", "documents": ["ho"]})
+BODIES["/embed"] = (tei.EmbedRequest, {"inputs": "hi"})
+BODIES["/similarity"] = (tei.SimilarityRequest, {"inputs": {"source_sentence": "hi", "sentences": ["ho"]}})
 BODIES["/invocations"] = (vllm.InvocationRequest, {"prompt": "hi", "max_tokens": 2})
 # Without a body of JSON, or (files, batches) with tests of their own.
 NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
 NO_BODY |= {"/sleep", "/wake_up", "/inspect/recording", "/inspect/plan", "/inspect/hold", "/fleet/update"}
-NO_BODY |= {"/lora-adapters", "/classify", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+NO_BODY |= {"/lora-adapters", "/classify", "/predict", "/reset_prefix_cache"}
+NO_BODY |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 NO_BODY |= {"/v1/responses/compact", "/v1/conversations/{conversation_id}"}
 NO_BODY |= {"/v1/conversations/{conversation_id}/items"}
 NO_BODY |= {"/v1/files", "/v1/batches", "/v1/batches/{batch_id}/cancel", "/v1/responses/{response_id}/cancel"}
@@ -118,11 +122,13 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     """The error's message. Its shape is that of the API that was called."""
     assert reply.status_code == status, reply.text
     body = strict(reply.text)
-    error = body["error"]
+    error, tei_paths = body["error"], ("/embed", "/similarity")
     message = str(error) if isinstance(error, str) else str(error["message"])
     path = reply.request.url.path
     if path.startswith("/api/"):
         assert isinstance(error, str)
+    elif path in tei_paths:
+        assert set(body) == {"error", "error_type"}
     elif path.startswith(llama_reply.API.prefixes):
         assert (error["code"], set(error)) == (status, {"message", "type", "code"})
     elif path.startswith("/v1/messages"):

@@ -14,7 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.step import Classes, EngineInfo
-from headrace.text.inputs import pair_ids
+from headrace.text.pairs import pair_ids
 from headrace.text.tokenizer import Tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", *(f"w{i}" for i in range(60)), "a"]

@@ -15,7 +15,6 @@ from headrace.protocol.errors import CheckpointError
 logger = logging.getLogger("headrace")
 
 WITHOUT_EFFECT = {
-    "architectures": "the model is that of model_type",
     "eos_token_id": "set stop_token_ids by --override-generation-config",
     "bos_token_id": "the tokenizer has it",
     "torch_dtype": "see --dtype",

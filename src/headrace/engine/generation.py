@@ -34,12 +34,12 @@ from headrace.text.inputs import (
     RequestOptions,
     is_text,
     make_requests,
-    pair_ids,
     prompt_ids,
     prompt_size,
     with_token_ids,
 )
 from headrace.text.outputs import PART_TOKENS, Delta, RequestState, TextDelta, best
+from headrace.text.pairs import pair_ids
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import TextRules, Tokenizer
 
@@ -215,9 +215,13 @@ class TextClient:
         )
         return await self._tokenised(is_text(prompt), prompt_size(prompt), work)
 
-    async def pair_ids(self, first: str, second: str, truncate_prompt_tokens: int | None = None) -> list[int]:
-        """Return `inputs.pair_ids`, as `prompt_ids` does."""
-        work = functools.partial(pair_ids, first, second, self.tokenizer, self.info, truncate_prompt_tokens)
+    async def pair_ids(
+        self, first: str, second: str, truncate_prompt_tokens: int | None = None, instruction: str = ""
+    ) -> list[int]:
+        """Return `pairs.pair_ids`, as `prompt_ids` does."""
+        work = functools.partial(
+            pair_ids, first, second, self.tokenizer, self.info, truncate_prompt_tokens, instruction
+        )
         return await self._tokenised(True, len(first) + len(second), work)
 
     async def _tokenised(self, is_text: bool, size: int, work: Callable[[], T]) -> T:

@@ -405,11 +405,13 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
 class Classes(msgspec.Struct, frozen=True):
     """The classes of a classifier or reranker. activation: of their numbers, as the model's files have it.
-    `second_type`: the ids of a pair's second text are raised by it, if the tokenizer gives it a type of its own."""
+    second_type: the ids of a pair's second text are raised by it, if the tokenizer gives it a type of its own.
+    pair_template: the name of the text that a pair is put into (`text.pairs`); "": the tokenizer joins them."""
 
     labels: tuple[str, ...]
     activation: Activation = "sigmoid"
     second_type: int = 0
+    pair_template: Literal["", "qwen3"] = ""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -418,8 +420,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
     unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
-    config, by name. `generates`: False for an encoder, which gives vectors alone. `pooling`: the kind of vectors that
-    the model's files name, "" for none. `classes`: of a classifier, whose pooled numbers are these classes'.
+    config, by name. `generates`: False for a model of vectors or classes alone. `whole_texts`: of an encoder, whose
+    texts are one chunk each, not cached. `pooling`: the kind of vectors that the model's files name, "" for none.
+    `classes`: of a classifier, whose pooled numbers are these classes'.
     """
 
     model: str
@@ -446,6 +449,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     more_blocks: tuple[int, ...] = ()
     adapters: dict[str, LoadedAdapter] = {}
     generates: bool = True
+    whole_texts: bool = False
     pooling: Pooling = ""
     classes: Classes | None = None
 

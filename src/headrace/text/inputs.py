@@ -112,7 +112,7 @@ def prompt_ids(
             raise RequestError("prompt", content, "token ids, for the engine runs without a tokenizer")
         text = content
         if truncate_prompt_tokens is None:
-            _check_bytes(content, tokenizer, info.max_model_len)
+            check_bytes(content, tokenizer, info.max_model_len)
         token_ids = tokenizer.encode(content, add_special_tokens=add_special_tokens)
     else:
         if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -136,43 +136,7 @@ def prompt_ids(
     return text, token_ids
 
 
-def pair_ids(
-    first: str, second: str, tokenizer: Tokenizer | None, info: EngineInfo, truncate_prompt_tokens: int | None = None
-) -> list[int]:
-    """Return the token ids of two texts that a cross-encoder reads at once, joined as the tokenizer joins a pair.
-
-    `truncate_prompt_tokens` keeps at most that many, -1 as many as fit: the longer text is cut at its end, and both
-    once they are equally long. Raises `RequestError`.
-    """
-    form = None if tokenizer is None else tokenizer.pair_form
-    if tokenizer is None or form is None:
-        raise RequestError("model", info.model, "a model whose tokenizer joins two texts")
-    for text in (first, second):
-        bounds.check("text", text, "prompt")
-        if truncate_prompt_tokens is None:
-            _check_bytes(text, tokenizer, info.max_model_len)
-    ids, others = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
-    num_own = len(form.before) + len(form.between) + len(form.after)
-    if truncate_prompt_tokens is not None:
-        keep = info.max_prompt_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
-        room = keep - num_own
-        if room < 2:
-            raise RequestError("truncate_prompt_tokens", truncate_prompt_tokens, f"at least {num_own + 2}, or -1")
-        if len(ids) + len(others) > room:
-            least = min(len(ids), len(others), room // 2)
-            most = room - least
-            ids, others = (ids[:most], others[:least]) if len(ids) > len(others) else (ids[:least], others[:most])
-    raised = info.classes.second_type if info.classes is not None and form.has_types else 0
-    joined = [*form.before, *ids, *form.between, *(i + raised for i in (*others, *form.after))]
-    if len(joined) > info.max_prompt_len:
-        bound = f"at most {info.max_prompt_len} tokens long"
-        raise ContextLengthError("prompt", len(joined), bound, info.max_model_len, len(joined))
-    if not joined:
-        raise RequestError("prompt", first, "at least one token long")
-    return joined
-
-
-def _check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+def check_bytes(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
     """Raise `ContextLengthError` for a text of so many bytes that its tokens cannot fit; that saves the tokenising."""
     if tokenizer.max_token_bytes is None:
         return

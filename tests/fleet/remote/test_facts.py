@@ -85,7 +85,8 @@ def test_every_number_of_an_engine_has_a_bound() -> None:
         kinds[name].add(field.name) if name in kinds else rest.add(field.name)
     assert kinds["int"] == set(facts.BOUNDS)
     assert kinds["str"] == {*facts.TEXTS, "scheduling_policy"}
-    assert rest == {"eos_token_ids", "kinds", "more_blocks", "adapters", "generates", "pooling", "classes"}
+    flags = {"generates", "whole_texts"}
+    assert rest - flags == {"eos_token_ids", "kinds", "more_blocks", "adapters", "pooling", "classes"}
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["", "control"])

@@ -101,7 +101,9 @@ def pooled_form(model: Model, config: ModelConfig, sentences: SentenceFiles) -> 
     if head is None:
         return sentences.pooling or ("mean" if model.both_ways else ""), None
     names = labels(config)
-    return head.pooling, Classes(names, _activation(config.values, len(names)), getattr(model, "second_type", 0))
+    activation, second_type = _activation(config.values, len(names)), getattr(model, "second_type", 0)
+    is_qwen3 = bool(config.values.get("is_original_qwen3_reranker"))
+    return head.pooling, Classes(names, activation, second_type, "qwen3" if is_qwen3 else "")
 
 
 def _activation(values: dict[str, Any], num_classes: int) -> Activation:

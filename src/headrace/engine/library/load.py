@@ -30,6 +30,7 @@ from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
+from headrace.engine.library.class_heads import class_form, with_class_head
 from headrace.engine.library.encoders import SentenceFiles, for_encoder, pooled_form, read_sentence_files
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.stages import stage_maker
@@ -199,7 +200,8 @@ def _build_runner(
         version=__version__,
         weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
-        generates=not model.both_ways,
+        generates=not model.both_ways and classes is None,
+        whole_texts=model.both_ways,
         pooling=pooling,
         classes=classes,
     )
@@ -293,7 +295,9 @@ def _load_safetensors(
     config = as_stored(config, find_method(values.get("quantization_config")), backend.schemes)
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
-    module = models.find(values["model_type"])
+    module, form = models.find(values["model_type"]), class_form(values)
+    if form is not None and not form.tokens and not module.Model.both_ways:
+        values |= {"tie_word_embeddings": True}  # the files have no output head
     model_config = ModelConfig(values)
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
@@ -308,7 +312,7 @@ def _load_safetensors(
         spare = re.compile(f"{prediction_layers(values, checkpoint.names).pattern}|{module.Model.spare}")
         return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, spare)
 
-    build = maker(config, module, model_config, backend, max_model_len, seat)
+    build = with_class_head(maker(config, module, model_config, backend, max_model_len, seat), form, config)
     in_parts = seat is not None
     save, verify = config.save_packed, config.verify_packed
     packing = Packing(checkpoint, backend, quantization, progress, max_model_len, save, in_parts, verify)

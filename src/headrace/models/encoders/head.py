@@ -42,6 +42,10 @@ MAX_CLASSES = 2**16
 def labels(config: ModelConfig) -> tuple[str, ...]:
     """Return the names of the classes, by number. As transformers has it, there are two where config.json says nothing.
     Raises `CheckpointError`."""
+    tokens = config.values.get("classifier_from_token")
+    if tokens:
+        # Of two tokens the probability of the second is the one class.
+        return tuple(map(str, tokens[1:] if len(tokens) == 2 else tokens))
     stated = config.values.get("id2label")
     if not stated:
         num = config.integer("num_labels", 2, high=MAX_CLASSES)
@@ -102,3 +106,8 @@ def dense(weights: Weights, name: str, shape: tuple[int, int], activation: str =
         raise CheckpointError(f"config.json: the head's activation is {activation!r:.80}, expected one of {known}")
     numbers = weights.numbers(f"{name}.bias", shape[:1]).astype(np.float64) if bias else None
     return Dense(weights.numbers(f"{name}.weight", shape).astype(np.float64), numbers, activation)
+
+
+def last_token_head(rows: NDArray[np.float32]) -> Head:
+    """Return the head of a decoder's classes, a row each [classes, H], which reads the last token."""
+    return Head((Dense(rows.astype(np.float64)),), "last")

@@ -31,7 +31,8 @@ class Vectors(NamedTuple):
 
 
 class VectorOptions(NamedTuple):
-    """The options of a call about its vectors and prompts. adapter: the digest of the one that computes them."""
+    """The options of a call about its vectors and prompts. adapter: the digest of the one that computes them.
+    instruction: of a reranker whose pairs have one."""
 
     pooling: str | None = None
     dimensions: int | None = None
@@ -41,6 +42,7 @@ class VectorOptions(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    instruction: str = ""
 
 
 async def vectors(

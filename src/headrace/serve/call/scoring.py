@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from headrace.engine.generation import TextClient, off_loop
+from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Activation
 from headrace.serve.call.embedding import VectorOptions, check_options, pooled, prompt_list, vectors
 from headrace.text.inputs import Prompt
@@ -82,6 +83,8 @@ async def scores(
 ) -> Scores:
     """Return the scores of pairs: of one text with each of `seconds`, or of as many as these. Raises `RequestError`."""
     if check_reranker(front.info) is None:
+        if options.instruction:
+            raise RequestError("instruction", options.instruction, "left out: this model has no pairs with one")
         first = await vectors(front, firsts, options, fields.first)
         second = await vectors(front, seconds, options, fields.second)
         rows = first.rows * len(seconds) if len(firsts) == 1 else first.rows
@@ -98,7 +101,8 @@ async def _joined(
     front: TextClient, pairs: Sequence[tuple[str, str]], options: VectorOptions, field: str
 ) -> list[list[int]]:
     check_options(front, pairs, options, field)
-    return [await front.pair_ids(first, second, options.truncate_prompt_tokens) for first, second in pairs]
+    cut, instruction = options.truncate_prompt_tokens, options.instruction
+    return [await front.pair_ids(first, second, cut, instruction) for first, second in pairs]
 
 
 async def _activated(states: Sequence[RequestState], activation: Activation) -> list[list[float]]:

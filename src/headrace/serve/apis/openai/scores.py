@@ -50,7 +50,14 @@ class TextObject(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-class ScoreRequest(ScoringBody, forbid_unknown_fields=True, kw_only=True):
+class PairsBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
+    """The fields that scores of pairs have in common. `instruction`: says what is looked for, to a reranker that reads
+    one (Qwen3-Reranker)."""
+
+    instruction: str | None = None
+
+
+class ScoreRequest(PairsBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/score: one text against others, or texts in pairs. The texts are text_1 and text_2, data_1 and data_2,
     or queries and documents."""
 
@@ -62,7 +69,7 @@ class ScoreRequest(ScoringBody, forbid_unknown_fields=True, kw_only=True):
     documents: str | list[str] | None = None
 
 
-class RerankRequest(ScoringBody, forbid_unknown_fields=True, kw_only=True):
+class RerankRequest(PairsBody, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/rerank: documents by how well they fit a query."""
 
     query: str
@@ -212,8 +219,8 @@ class ScoreRoutes:
             warnings=request.warnings.reply(),
         )
 
-    async def _scores(self, request: ScoringBody, ones: Sequence[str], others: Sequence[str], fields: Fields) -> Scores:
-        options, front = self._options(request), self.model.front
+    async def _scores(self, request: PairsBody, ones: Sequence[str], others: Sequence[str], fields: Fields) -> Scores:
+        options, front = self._options(request)._replace(instruction=request.instruction or ""), self.model.front
         return await scores(front, ones, others, options, fields, use_activation=request.activates)
 
     def _options(self, request: ScoringBody) -> VectorOptions:

@@ -18,7 +18,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
-from headrace.serve.apis.openai.scores import RerankReply, RerankRequest
+from headrace.serve.apis.openai.scores import RerankReply, RerankRequest, TextObject
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Body, convert
@@ -66,6 +66,17 @@ class TextsRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
     texts: list[str]
     raw_scores: bool | None = None
     return_text: bool | None = None
+
+
+class EitherRequest(RerankRequest, forbid_unknown_fields=True, kw_only=True):
+    """POST /rerank: the fields of /v1/rerank, or with `texts` in place of `documents` those of TEI."""
+
+    documents: list[str | TextObject] | None = None  # type: ignore[assignment]
+    texts: list[str] | None = None
+    raw_scores: bool | None = None
+    return_text: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: str | None = None
 
 
 class PredictRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
@@ -169,6 +180,7 @@ async def similarity(model: ServedModel, body: dict[str, Any]) -> list[float]:
     """How alike texts are to one: the cosines of the angles between their vectors."""
     request = convert(SimilarityRequest, body)
     parameters = request.parameters or TeiBody()
+    parameters.model = request.model
     texts = [request.inputs.source_sentence, *request.inputs.sentences]
     bounds.check("prompt_list", request.inputs.sentences, "inputs.sentences")
     options = _options(model, parameters)
@@ -220,9 +232,8 @@ def add_routes(app: Starlette, models: ModelSet, rerank: Callable[[dict[str, Any
         return await (ranked(body) if "texts" in body else rerank(body))
 
     routing.post(app, "/embed", models.bound(embed), API, takes=EmbedRequest, gives=list[list[float]])
-    either: Any = RerankRequest | TextsRequest
-    routing.post(app, "/rerank", rerank_either, takes=either, gives=RerankReply | list[Rank])
-    replies: Any = list[Prediction] | list[list[Prediction]]
+    routing.post(app, "/rerank", rerank_either, takes=EitherRequest, gives=RerankReply | list[Rank])
+    replies = list[Prediction | list[Prediction]]
     routing.post(app, "/predict", models.bound(predict), API, takes=PredictRequest, gives=replies)
     routing.post(app, "/similarity", models.bound(similarity), API, takes=SimilarityRequest, gives=list[float])
     routing.get(app, "/info", models.bound(info, wakes=False), API, gives=TeiInfo, query=("model",))
