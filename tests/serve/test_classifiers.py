@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import InferenceClient
 from tests.models.test_classifiers import logits, save
 from tests.support.server import write_tokenizer
 from tests.support.serving import Served, serve
@@ -103,6 +104,14 @@ def test_a_classifier_names_classes_at_every_door(classifier: tuple[Served, Any]
     for path in ("/v1/rerank", "/rerank"):
         refused = post(server, path, query=QUERY, documents=DOCUMENTS)
         assert (refused.status_code, "this one has 3" in refused.text) == (400, True)
+
+
+def test_a_clients_own_library_reads_the_classes(classifier: tuple[Served, Any]) -> None:
+    server, _ = classifier
+    # Of TEI's reply to one text this client returns the first class alone.
+    best: Any = InferenceClient(model=f"{server.url}/predict").text_classification(DOCUMENTS[1])
+    tei = post(server, "/predict", inputs=DOCUMENTS[1], truncate=True, truncation_direction="right").json()
+    assert {"score": best.score, "label": best.label} == tei[0]
 
 
 def test_classes_are_no_vectors_and_no_answers(served: tuple[Served, Any]) -> None:

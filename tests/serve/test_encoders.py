@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from huggingface_hub import InferenceClient
 from tests.support.server import write_tokenizer
 from tests.support.serving import Served, serve
 from transformers import AutoConfig, AutoModel
@@ -60,6 +61,18 @@ def test_an_encoder_answers_at_every_door_for_vectors(server: Served, directory:
     ranks = HTTP.post(f"{server.url}/v1/rerank", json=body).json()["results"]
     assert [rank["index"] for rank in ranks] == [1, 0]
     assert ranks[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_clients_own_library_reads_the_vectors(server: Served) -> None:
+    """huggingface_hub, as with Text Embeddings Inference."""
+    texts = InferenceClient(model=f"{server.url}/embed")
+    [row] = texts.feature_extraction(TEXT, truncate=True, truncation_direction="right").tolist()
+    assert row == pytest.approx(vector(server))
+    likeness = InferenceClient(model=f"{server.url}/similarity").sentence_similarity(
+        TEXT, other_sentences=[TEXT, "xyz"]
+    )
+    assert likeness[0] == pytest.approx(1.0, abs=1e-5)
+    assert likeness[1] < likeness[0]
 
 
 @pytest.mark.parametrize(

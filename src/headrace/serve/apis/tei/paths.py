@@ -215,7 +215,7 @@ def _options(model: ServedModel, request: TeiBody) -> VectorOptions:
     """Return the options of a request. Raises `RequestError` for a side at which texts are not cut here."""
     model.check_model(request.model)
     side = "Left" if model.front.info.generates else "Right"
-    if request.truncate and request.truncation_direction not in (None, side):
+    if request.truncate and (request.truncation_direction or side).capitalize() != side:
         raise RequestError(
             "truncation_direction", request.truncation_direction, f"{side}, at which this model's texts are cut"
         )
