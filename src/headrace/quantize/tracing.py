@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.backends.base import Activation, Array, Backend, Heads, Matrix
+from headrace.backends.base import Activation, Array, Backend, Heads, Matrix, Scoring
 from headrace.backends.torch_ref import TorchRef
+from headrace.backends.torch_ref.batch import ForwardBatch
+from headrace.backends.torch_ref.cache import LayerCache
 from headrace.backends.torch_ref.ops import RefOps
 from headrace.backends.torch_ref.tensors import tensor
 from headrace.checkpoint.loader import SafetensorsWeights
@@ -48,6 +50,20 @@ class Origin:
     name: str = ""
     matrix: LazyMatrix | None = None
     index: Tensor | None = None
+
+
+def _whole_texts(query: Tensor, heads: Heads, rows: ForwardBatch, cache: LayerCache, scale: float) -> Tensor:
+    """Attention of whole texts, each to its own earlier rows: torch's own, since the texts of a calibration are always
+    cut alike, and their rows need not have the bits that each would have alone."""
+    block_size, outs = cache.keys.shape[1], []
+    queries = torch.split(query.view(len(query), heads.num_heads, heads.head_dim), rows.lens)
+    for length, table, q in zip(rows.lens, rows.block_tables[cache.kind], queries, strict=True):
+        blocks = table[: -(-length // block_size)]
+        keys, values = (part[blocks].flatten(0, 1)[:length].float() for part in (cache.keys, cache.values))
+        key, value, q = (part.transpose(0, 1)[None] for part in (keys, values, q.float()))
+        out = F.scaled_dot_product_attention(q, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(outs)
 
 
 class TracingOps(RefOps):
@@ -103,8 +119,12 @@ class TracingOps(RefOps):
         out = super().rope_store(qkv, *args, **kwargs)
         return self._with_origin(out, Origin("query", matrix=self._matrix_of(qkv)))
 
-    def attention(self, query: Tensor, heads: Heads, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().attention(query, heads, *args, **kwargs)
+    def attention(self, query: Tensor, heads: Heads, rows: ForwardBatch, cache: LayerCache, scoring: Scoring) -> Tensor:
+        is_plain = not (scoring.window or scoring.softcap or scoring.ahead or scoring.sinks is not None)
+        if is_plain and not any(rows.starts):
+            out = _whole_texts(query, heads, rows, cache, scoring.scale)
+        else:
+            out = super().attention(query, heads, rows, cache, scoring)
         origin = self._origins.get(id(query))
         matrix = origin[1].matrix if origin is not None else None
         if matrix is None or len(matrix.names) != 3:
