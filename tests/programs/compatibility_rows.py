@@ -27,6 +27,7 @@ FILES = {
     "openai": "tests/serve/apis/openai/test_openai_client.py",
     "responses": "tests/serve/apis/openai/test_responses.py",
     "embeddings": "tests/serve/apis/openai/test_embeddings.py",
+    "sentences": "tests/models/test_sentence_files.py",
     "encoders": "tests/models/test_encoders.py",
     "served encoders": "tests/serve/test_encoders.py",
     "batches": "tests/serve/apis/openai/test_files_batches.py",
@@ -235,6 +236,27 @@ APIS = (
         "yes",
         "`/v1/embeddings`, `/v1/score`, `/v1/rerank`: pooled decoder states",
         ("embeddings:test_all_forms_of_input_are_one_vector", "embeddings:test_score_and_rerank"),
+    ),
+    Row(
+        "sentence-transformers: Pooling, Dense, Normalize",
+        "partly",
+        "cls, mean, lasttoken and mean_sqrt_len_tokens; layers in sequence; length one where the files say so",
+        (
+            "sentences:test_a_layer_behind_the_pooling",
+            "sentences:test_layers_change_no_bit_with_the_batch",
+            "sentences:test_vectors_have_length_one_where_the_files_say_so",
+            "sentences:test_layers_that_are_not_computed_are_refused",
+        ),
+    ),
+    Row(
+        "sentence-transformers: prompts, likeness, truncate_dim",
+        "yes",
+        "`prompt_name` and `input_type` of `/v1/embeddings`, `LLM.embed(prompt_name=...)`; cosine and dot",
+        (
+            "sentences:test_prompts_are_put_before_texts",
+            "sentences:test_likeness_as_the_files_have_it",
+            "sentences:test_the_files_cut_vectors",
+        ),
     ),
     Row("classify", "no", "no classifier models"),
     Row(

@@ -22,6 +22,7 @@ from headrace.serve.startup import summary
 
 HTTP = httpx.Client(timeout=60)
 TEXT = "A cat sat on the mat."
+PROMPTS = {"query": "find: ", "passage": "text: "}
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**bert.TINY | {"vocab_size": 256, "max_position_embeddings": 64})
     AutoModel.from_config(config).save_pretrained(folder)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
     return write_tokenizer(folder)
 
 
@@ -60,6 +62,38 @@ def test_an_encoder_answers_at_every_door_for_vectors(server: Served, directory:
     ranks = HTTP.post(f"{server.url}/v1/rerank", json=body).json()["results"]
     assert [rank["index"] for rank in ranks] == [1, 0]
     assert ranks[0]["relevance_score"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"prompt_name": "query"}, "query"),
+        ({"input_type": "passage"}, "passage"),
+        ({"input_type": "search_query"}, "query"),
+        ({"input_type": "search_document"}, "passage"),
+    ],
+)
+def test_a_request_names_a_prompt_of_the_models_files(server: Served, fields: dict[str, str], prompt: str) -> None:
+    body = {"model": "bert", "input": [TEXT, "x"]} | fields
+    rows = HTTP.post(f"{server.url}/v1/embeddings", json=body).json()["data"]
+    assert [row["embedding"] for row in rows] == [vector(server, PROMPTS[prompt] + text) for text in (TEXT, "x")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_name": "other"}, "must be one of query, passage"),
+        ({"input_type": "clustering"}, "must be one of query, passage, search_query, search_document"),
+        ({"input_type": "query", "prompt_name": "query"}, "must be left out: prompt_name names the prompt"),
+        ({"prompt_name": "query", "input": [5, 6]}, "must be left out for token ids"),
+    ],
+)
+def test_an_unknown_prompt_is_refused(server: Served, fields: dict[str, Any], message: str) -> None:
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": TEXT} | fields)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == next(iter(fields))
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(

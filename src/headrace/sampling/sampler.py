@@ -31,13 +31,7 @@ FEW = 512
 
 MAX_PLANS = 1024
 
-PLACES = (
-    "trace_decode_token_ids",
-    "thinking_token_ids",
-    "min_tokens",
-    "bad_words_token_ids",
-    "no_repeat_ngram_size",
-)
+PLACES = ("trace_decode_token_ids", "thinking_token_ids", "min_tokens", "bad_words_token_ids", "no_repeat_ngram_size")
 """Parameters by which tokens are forced or banned in some places of the answer."""
 
 NONE_LEFT = "no token is left: biases, bans and masks forbid all of them"

@@ -382,13 +382,7 @@ class CpuOps:
         return out
 
     def _in_out(self, x: Value, out: Value) -> dict[str, Any]:
-        return {
-            "x": self.graph.read(x),
-            "ld_x": x.ld,
-            "width": x.width,
-            "out": out.buffer,
-            "ld_out": out.ld,
-        }
+        return {"x": self.graph.read(x), "ld_x": x.ld, "width": x.width, "out": out.buffer, "ld_out": out.ld}
 
 
 def state_fields(rows: StepRows, state: F32) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
-from headrace.engine.library.encoders import SentenceFiles, for_encoder, pooled_form, read_sentence_files
+from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
+from headrace.engine.library.sentence_files import SentenceFiles, read_sentence_files
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
@@ -119,6 +120,7 @@ def _build_runner(
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
     sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
+    add_layers(model, sentences)
     if model.both_ways:
         config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
@@ -188,7 +190,7 @@ def _build_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
-        hidden_size=model.hidden_size,
+        hidden_size=sentences.width(model.hidden_size),
         scheduling_policy=config.policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
@@ -202,6 +204,7 @@ def _build_runner(
         generates=not model.both_ways,
         pooling=pooling,
         classes=classes,
+        vectors=sentences.form,
     )
     return runner, info
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol import bounds
 from headrace.text.inputs import Prompt, RequestOptions
-from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
+from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, prompted
 
 
 class Vectors(NamedTuple):
@@ -29,16 +29,18 @@ class Vectors(NamedTuple):
 
 
 class VectorOptions(NamedTuple):
-    """The options of a call about its vectors and prompts. adapter: the digest of the one that computes them."""
+    """The options of a call about its vectors and prompts. normalize: None as the model's files have it. adapter: the
+    digest of the one that computes them. prompt_name: as in `text.vectors.prompted`."""
 
     pooling: str | None = None
     dimensions: int | None = None
-    normalize: bool = True
+    normalize: bool | None = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    prompt_name: str | None = None
 
 
 async def vectors(
@@ -48,8 +50,10 @@ async def vectors(
     field: str = "input",
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
-    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt, adapter = options
-    kind = check_form(pooling, dimensions, front.info)
+    pooling, dimensions, normalize, add_special_tokens, truncate_prompt_tokens, priority, cache_salt, adapter, name = (
+        options
+    )
+    form = check_form(pooling, dimensions, normalize, front.info)
     bounds.check("prompt_list", texts, field)
     if truncate_prompt_tokens is not None:
         bounds.check("truncate_prompt_tokens", truncate_prompt_tokens)
@@ -57,20 +61,20 @@ async def vectors(
         bounds.check("cache_salt", cache_salt)
     front.check_room(len(texts), EMBEDDING_PARAMS)
     prompts = []
-    for text in texts:
+    for text in prompted(texts, name, front.info):
         _, token_ids = await front.prompt_ids(
             text, add_special_tokens=add_special_tokens, truncate_prompt_tokens=truncate_prompt_tokens
         )
         prompts.append(token_ids)
     async with await front.open(
-        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, kind, adapter=adapter)
+        prompts, EMBEDDING_PARAMS, RequestOptions(priority, cache_salt, lambda: 0, form.pooling, adapter=adapter)
     ) as generation:
         async for _ in generation:
             pass
 
     def finish() -> list[list[float]]:
         pairs = zip(generation.states, prompts, strict=True)
-        return [finished(state.pooled, kind, len(ids), dimensions, normalize) for state, ids in pairs]
+        return [finished(state.pooled, len(ids), form) for state, ids in pairs]
 
     rows = await off_loop(sum(len(state.pooled) for state in generation.states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in generation.states])

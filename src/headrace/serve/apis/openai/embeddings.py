@@ -22,7 +22,7 @@ from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_labels
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
-from headrace.text.vectors import likeness, packed
+from headrace.text.vectors import likeness, packed, prompt_name
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +35,8 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
@@ -193,7 +195,8 @@ class Embeddings:
         options = VectorOptions(
             pooling=request.pooling,
             dimensions=request.dimensions,
-            normalize=request.normalize is not False,
+            normalize=request.normalize,
+            prompt_name=prompt_name(request.prompt_name, request.input_type, self.model.front.info),
             add_special_tokens=request.add_special_tokens is not False,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             priority=request.priority or 0,
@@ -254,7 +257,8 @@ class Embeddings:
 
     async def _vectors(self, request: ScoreRequest | RerankRequest, texts: list[str], field: str) -> Vectors:
         most, adapter = request.truncate_prompt_tokens, self.model.adapter(request.model)
-        options = VectorOptions(request.pooling, truncate_prompt_tokens=most, adapter=adapter)
+        normalize = self.model.front.info.vectors.cosine or None
+        options = VectorOptions(request.pooling, normalize=normalize, truncate_prompt_tokens=most, adapter=adapter)
         return await vectors(self.model.front, texts, options, field)
 
     def _explain(self, request: EmbeddingRequest | ScoreRequest | RerankRequest, *parts: Vectors) -> Explanations:
