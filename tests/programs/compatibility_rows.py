@@ -249,6 +249,15 @@ APIS = (
         ),
     ),
     Row(
+        "embeddinggemma",
+        "partly",
+        "gemma3_text with use_bidirectional_attention; backends cpu and torch_ref",
+        (
+            "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
+            "encoders:test_gemmas_vectors_by_packed_weights",
+        ),
+    ),
+    Row(
         "sentence-transformers: prompts, likeness, truncate_dim",
         "yes",
         "`prompt_name` and `input_type` of `/v1/embeddings`, `LLM.embed(prompt_name=...)`; cosine and dot",
