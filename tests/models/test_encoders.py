@@ -205,7 +205,7 @@ def test_an_encoder_generates_nothing(tmp_path: Path) -> None:
     save("bert", tmp_path)
     llm = open_llm(tmp_path)
     assert not llm.core.info.generates
-    with pytest.raises(RequestError, match="a model that generates: this one is an encoder"):
+    with pytest.raises(RequestError, match="a model that generates: this one is for vectors"):
         llm.generate([{"prompt_token_ids": [5, 6]}], use_tqdm=False)
     with pytest.raises(ContextLengthError, match="at most 512 tokens"):
         vectors(llm, [[5] * 513])

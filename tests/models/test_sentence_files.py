@@ -16,6 +16,7 @@ from tests.support.server import write_tokenizer
 from transformers import AutoConfig, AutoModel
 
 from headrace import LLM
+from headrace.models import qwen3
 from headrace.models.encoders import bert
 from headrace.protocol.errors import CheckpointError, RequestError
 
@@ -276,3 +277,75 @@ def test_settings_that_are_not_known_are_refused(settings: dict[str, Any], messa
     write_settings(tmp_path, **settings)
     with pytest.raises(CheckpointError, match=message):
         open_llm(tmp_path)
+
+
+QUERY = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+
+
+def save_decoder(directory: Path) -> Any:
+    """Write a checkpoint as Qwen3-Embedding has it: of the layers alone, without an output head, and with a tokenizer
+    that ends each text."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(AutoConfig.for_model(**qwen3.TINY | {"vocab_size": 256})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(directory)
+    write_tokenizer(directory)
+    path = directory / "tokenizer.json"
+    end = {"SpecialToken": {"id": "<eos>", "type_id": 0}}
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, end]
+    special = {"<eos>": {"id": "<eos>", "ids": [255], "tokens": ["<eos>"]}}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}, end]
+    processor = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": processor}))
+    pooling = {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False, "include_prompt": True}
+    write_modules(directory, "Transformer", "Pooling", "Normalize", pooling=pooling)
+    prompts = {"query": QUERY, "document": ""}
+    write_settings(directory, prompts=prompts, default_prompt_name=None, similarity_fn_name="cosine")
+    return model
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decoder_with_the_files_of_qwen3_embedding(backend: str, tmp_path: Path) -> None:
+    model = save_decoder(tmp_path)
+    llm = open_llm(tmp_path, backend, max_num_batched_tokens=64)
+    assert (llm.core.info.pooling, llm.core.info.generates) == ("last", False)
+    for name, prompt in (("query", QUERY), ("document", ""), (None, "")):
+        right = []
+        for text in TEXTS:
+            with torch.no_grad():
+                ids = [*(prompt + text).encode(), 255]
+                last = model(input_ids=torch.tensor([ids])).last_hidden_state[0, -1]
+            right.append((last / last.norm()).numpy())
+        together = vectors(llm, TEXTS, prompt_name=name)
+        np.testing.assert_allclose(together, right, atol=1e-5)
+        assert together == [vectors(llm, text, prompt_name=name)[0] for text in TEXTS]
+    with pytest.raises(RequestError, match="a model that generates: this one is for vectors"):
+        llm.generate("x", use_tqdm=False)
+    # The tokenizer ends each text with the token that the vector is read at.
+    assert vectors(llm, [[*b"abcd", 255]]) == vectors(llm, "abcd")
+
+
+def test_weights_without_a_head_are_refused_where_no_file_speaks_of_vectors(tmp_path: Path) -> None:
+    save_decoder(tmp_path)
+    (tmp_path / "modules.json").unlink()
+    path = tmp_path / "config.json"
+    assert json.loads(path.read_text())["architectures"] == ["Qwen3Model"]
+    assert not open_llm(tmp_path).core.info.generates
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
+        open_llm(tmp_path)
+
+
+def test_a_decoders_files_as_sentence_transformers_reads_them(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("sentence_transformers")
+    save_decoder(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<eos>", "padding_side": "left"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+    model, llm = theirs.SentenceTransformer(str(tmp_path), device="cpu"), open_llm(tmp_path)
+    for name in (None, "query"):
+        np.testing.assert_allclose(
+            vectors(llm, TEXTS, prompt_name=name), model.encode(TEXTS, prompt_name=name), atol=1e-5
+        )

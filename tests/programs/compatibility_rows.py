@@ -249,6 +249,15 @@ APIS = (
         ),
     ),
     Row(
+        "Qwen3-Embedding",
+        "yes",
+        "the last token's vector, the instruction as the prompt `query`; weights without an output head",
+        (
+            "sentences:test_a_decoder_with_the_files_of_qwen3_embedding",
+            "sentences:test_weights_without_a_head_are_refused_where_no_file_speaks_of_vectors",
+        ),
+    ),
+    Row(
         "embeddinggemma",
         "partly",
         "gemma3_text with use_bidirectional_attention; backends cpu and torch_ref",

@@ -110,7 +110,7 @@ def test_an_unknown_prompt_is_refused(server: Served, fields: dict[str, Any], me
 def test_an_encoder_is_no_model_for_answers(server: Served, path: str, body: dict[str, Any]) -> None:
     reply = HTTP.post(f"{server.url}{path}", json={"model": "bert", "stream": False} | body)
     assert reply.status_code == 400
-    assert "this one is an encoder, which gives vectors" in json.dumps(reply.json())
+    assert "this one is for vectors" in json.dumps(reply.json())
 
 
 def test_the_summary_of_the_start_speaks_of_vectors_and_not_of_answers(server: Served) -> None:

@@ -88,7 +88,7 @@ def verify_model(request: Request, info: EngineInfo) -> None:
     if request.pooling not in ("", *POOLINGS):
         raise RequestError("pooling", request.pooling, "last, mean or cls")
     if not request.pooling and not info.generates:
-        raise RequestError("model", info.model, "a model that generates: this one is an encoder, which gives vectors")
+        raise RequestError("model", info.model, "a model that generates: this one is for vectors")
     if request.pooling and params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", params.prompt_logprobs, "left out of a request for hidden states")
     fields = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]

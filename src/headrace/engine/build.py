@@ -93,8 +93,8 @@ def make_scheduler(
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             # A row of an encoder sees its whole text.
-            enable_prefix_caching=config.enable_prefix_caching and info.generates,
-            enable_chunked_prefill=config.enable_chunked_prefill and info.generates,
+            enable_prefix_caching=config.enable_prefix_caching and not info.whole_texts,
+            enable_chunked_prefill=config.enable_chunked_prefill and not info.whole_texts,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy=config.policy,
             eos_token_ids=info.eos_token_ids,

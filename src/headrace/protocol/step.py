@@ -432,7 +432,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `max_model_len` is the greatest number of tokens of prompt and answer together: the model's context length, or less
     if the KV cache is smaller. A step reads `weight_bytes`, and `kv_token_bytes` for each token before its rows; 0 if
     unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
-    config, by name. `generates`: False for an encoder, which gives vectors alone. `pooling`: the kind of vectors that
+    config, by name. `generates`: False for a model that gives vectors alone. `whole_texts`: of an encoder, whose
+    texts are one chunk each. `pooling`: the kind of vectors that
     the model's files name, "" for none. `classes`: of a classifier, whose pooled numbers are these classes'.
     `hidden_size`: the count of numbers in a vector, which `vectors` tells more of.
     """
@@ -461,6 +462,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     more_blocks: tuple[int, ...] = ()
     adapters: dict[str, LoadedAdapter] = {}
     generates: bool = True
+    whole_texts: bool = False
     pooling: Pooling = ""
     classes: Classes | None = None
     vectors: VectorForm = VectorForm()

@@ -57,7 +57,8 @@ def summary(
     }
     if not info.generates:
         rows = {name: text for name, text in rows.items() if name not in ("answers end with", "temperature")}
-        rows["vectors"] = f"an encoder, which gives no answers; pooling {info.pooling} where a request names none"
+        kind = "an encoder" if info.whole_texts else "weights without an output head"
+        rows["vectors"] = f"{kind}, for no answers; pooling {info.pooling or 'last'} where a request names none"
     if info.quantization:
         rows["loss"] = audit.loss_in_words(measured, info)
     fields = {

@@ -5,12 +5,14 @@ Called by `load`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.engine.library.sentence_files import SentenceFiles
-from headrace.models import Model
+from headrace.models import Model, find
 from headrace.models.config import ModelConfig
 from headrace.models.encoders.head import Head, labels
 from headrace.protocol.config import EngineConfig
@@ -38,6 +40,19 @@ def add_layers(model: Model, sentences: SentenceFiles) -> None:
             f"{model.hidden_size}, which has no classes"
         )
     model.classifier = Head(sentences.layers, sentences.pooling)
+
+
+def with_ends(values: dict[str, Any], names: Collection[str], directory: Path) -> tuple[dict[str, Any], bool]:
+    """Return the values of config.json, and whether the checkpoint has the head of a decoder or one that is tied to its
+    table. Where a model of vectors has none, which its files or its class (`MistralModel`) show, the values tie one."""
+    kind = find(values["model_type"]).Model
+    if values.get("tie_word_embeddings", getattr(kind, "default_tied", True)):
+        return values, True
+    stated = values.get("architectures")
+    is_bare = (directory / "modules.json").is_file() or any(str(name).endswith("Model") for name in stated or ())
+    if not is_bare or any(name.startswith("lm_head.") for name in names):
+        return values, True
+    return values | {"tie_word_embeddings": True}, False
 
 
 def pooled_form(model: Model, config: ModelConfig, sentences: SentenceFiles) -> tuple[Pooling, Classes | None]:

@@ -30,7 +30,7 @@ from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
-from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form
+from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form, with_ends
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.sentence_files import SentenceFiles, read_sentence_files
 from headrace.engine.library.stages import stage_maker
@@ -201,7 +201,8 @@ def _build_runner(
         version=__version__,
         weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
-        generates=not model.both_ways,
+        generates=not model.both_ways and model.has_head,
+        whole_texts=model.both_ways,
         pooling=pooling,
         classes=classes,
         vectors=sentences.form,
@@ -292,6 +293,7 @@ def _load_safetensors(
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = overridden(read_config(directory, [*models.names(), *models.encoder_names()]), config.hf_overrides)
     checkpoint = MappedCheckpoint(directory)
+    values, has_head = with_ends(values, checkpoint.names, directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     config = as_stored(config, find_method(values.get("quantization_config")), backend.schemes)
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
@@ -316,6 +318,7 @@ def _load_safetensors(
     save, verify = config.save_packed, config.verify_packed
     packing = Packing(checkpoint, backend, quantization, progress, max_model_len, save, in_parts, verify)
     model = _weighted(config, build, read, packing)
+    model.has_head = has_head
     if seat is None:  # a rank may have layers that do not read all
         log_unread(model_config.values, model.unread)
     return backend, model, model_config
