@@ -28,6 +28,8 @@ FILES = {
     "responses": "tests/serve/apis/openai/test_responses.py",
     "embeddings": "tests/serve/apis/openai/test_embeddings.py",
     "sentences": "tests/models/test_sentence_files.py",
+    "gguf encoders": "tests/formats/gguf/test_encoders.py",
+    "gguf tokenizers": "tests/formats/gguf/test_tokenizer.py",
     "encoders": "tests/models/test_encoders.py",
     "served encoders": "tests/serve/test_encoders.py",
     "batches": "tests/serve/apis/openai/test_files_batches.py",
@@ -246,6 +248,17 @@ APIS = (
             "sentences:test_layers_change_no_bit_with_the_batch",
             "sentences:test_vectors_have_length_one_where_the_files_say_so",
             "sentences:test_layers_that_are_not_computed_are_refused",
+        ),
+    ),
+    Row(
+        "encoders as GGUF files",
+        "partly",
+        "architectures bert and nomic-bert, pooling by the file, WordPiece and unigrams; backends cpu and torch_ref",
+        (
+            "gguf encoders:test_floats_have_the_bits_of_safetensors",
+            "gguf encoders:test_blocks_are_near_the_floats",
+            "gguf encoders:test_the_files_kind_of_pooling",
+            "gguf tokenizers:test_unigrams_are_those_of_sentencepiece",
         ),
     ),
     Row(

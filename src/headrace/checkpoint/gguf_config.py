@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from headrace.checkpoint import gguf_hybrid, gguf_latent
+from headrace.checkpoint import gguf_encoders, gguf_hybrid, gguf_latent
 from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, FAMILIES, PARTS, QWEN_MOE
 from headrace.checkpoint.gguf_keys import (
     MAX_CONTEXT,
@@ -69,14 +69,15 @@ def read(file: GGUF) -> Reading:
     file, and for values out of range."""
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise file.fault("general.architecture", architecture, "one of " + ", ".join(ARCHITECTURES))
+        bound = gguf_encoders.REFUSED.get(architecture or "", "one of " + ", ".join(ARCHITECTURES))
+        raise file.fault("general.architecture", architecture, bound)
     kind = file.text("general.type")
     if kind not in (None, "model"):
         raise file.fault("general.type", kind, "model")
     reading = ARCHITECTURES[architecture](Keys(file, architecture))
     prefix = architecture + "."
     # The table has the size of the vocabulary; layers for multi-token prediction are left out.
-    harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers"}
+    harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers", prefix + "pooling_type"}
     if names := sorted(key for key in file.fields.keys() - file.read - harmless if key.startswith(prefix)):
         logger.info("%s: without effect on this model: %s", file.name, ", ".join(names))
     return reading
@@ -324,6 +325,7 @@ ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {
     "gemma4": _gemma4,
     "muse-glimmer": _muse_glimmer,
     "gpt2": _gpt2,
+    **gguf_encoders.ARCHITECTURES,
     **dict.fromkeys(gguf_latent.ARCHITECTURES, _latent),
     **dict.fromkeys(FAMILIES, _family),
 }

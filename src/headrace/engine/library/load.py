@@ -32,7 +32,7 @@ from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form, with_ends
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
-from headrace.engine.library.sentence_files import SentenceFiles, read_sentence_files
+from headrace.engine.library.sentence_files import read_sentence_files
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
@@ -119,7 +119,7 @@ def _build_runner(
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
-    sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
+    sentences = read_sentence_files(directory)
     add_layers(model, sentences)
     if model.both_ways:
         config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headrace import foreign
+from headrace import foreign, gguf
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.models.encoders.head import Dense, dense
 from headrace.protocol.errors import CheckpointError
@@ -55,7 +55,10 @@ class SentenceFiles(NamedTuple):
 
 def read_sentence_files(directory: Path) -> SentenceFiles:
     """Read modules.json, the modules' config.json, sentence_bert_config.json and config_sentence_transformers.json, as
-    far as they are there. Raises `CheckpointError` for settings that would give other vectors here."""
+    far as they are there, or the kind of pooling of a GGUF file. Raises `CheckpointError` for settings that would give
+    other vectors here."""
+    if directory.is_file():
+        return SentenceFiles(_gguf_pooling(gguf.read(directory)))
     if not (directory / "modules.json").is_file():
         return SentenceFiles(form=_form(directory))
     pooling: Pooling = ""
@@ -87,6 +90,16 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
             "prompts: the rows of a prompt are part of the mean here"
         )
     return SentenceFiles(pooling, _max_length(directory), tuple(layers), form)
+
+
+def _gguf_pooling(file: gguf.GGUF) -> Pooling:
+    """Return the pooling by llama.cpp's number: none, mean, cls, last, or 4 for a reranker's score."""
+    key = f"{file.text('general.architecture')}.pooling_type"
+    number = file.integer(key, 0, 4) or 0
+    if number == 4 and "bert" in key:
+        raise file.fault(key, number, "from 0 to 3: a reranker's score is not computed from a GGUF file")
+    kinds: tuple[Pooling, ...] = ("", "mean", "cls", "last", "")
+    return kinds[number]
 
 
 def _modules(directory: Path) -> list[dict[str, Any]]:
