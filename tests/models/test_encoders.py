@@ -114,6 +114,12 @@ def test_both_layouts_give_the_same_bits(name: str, tmp_path: Path) -> None:
     assert computed[0] == computed[1]
 
 
+def test_narrow_embeddings_of_electra_are_refused(tmp_path: Path) -> None:
+    save("electra", tmp_path, embedding_size=32)
+    with pytest.raises(CheckpointError, match="embedding_size is 32, expected 48, as hidden_size"):
+        open_llm(tmp_path)
+
+
 def test_the_first_files_of_gte_have_another_type(tmp_path: Path) -> None:
     model = save("gte", tmp_path)
     path = tmp_path / "config.json"
