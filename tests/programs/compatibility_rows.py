@@ -253,11 +253,12 @@ APIS = (
     Row(
         "encoders as GGUF files",
         "partly",
-        "architectures bert and nomic-bert, pooling by the file, WordPiece and unigrams; backends cpu and torch_ref",
+        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; backends cpu and torch_ref",
         (
             "gguf encoders:test_floats_have_the_bits_of_safetensors",
             "gguf encoders:test_blocks_are_near_the_floats",
             "gguf encoders:test_the_files_kind_of_pooling",
+            "gguf encoders:test_embeddinggemma_with_its_layers_behind_the_pooling",
             "gguf tokenizers:test_unigrams_are_those_of_sentencepiece",
         ),
     ),

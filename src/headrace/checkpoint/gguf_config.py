@@ -157,6 +157,14 @@ def _gemma3(keys: Keys) -> Reading:
     return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
 
 
+def _gemma_embedding(keys: Keys) -> Reading:
+    """Read EmbeddingGemma: Gemma 3 whose rows see both ways. The layers behind the pooling are not the model's."""
+    reading = _gemma3(keys)
+    reading.values["use_bidirectional_attention"] = True
+    parts = {name: part for name, part in reading.parts.items() if name not in gguf_encoders.BEHIND}
+    return reading._replace(parts=parts)
+
+
 def _gemma4(keys: Keys) -> Reading:
     """Read Gemma 4. Sizes of keys and values differ by layer; for layers with full attention the file has no rope
     setting but the base."""
@@ -322,6 +330,7 @@ ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {
     **gguf_hybrid.ARCHITECTURES,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma-embedding": _gemma_embedding,
     "gemma4": _gemma4,
     "muse-glimmer": _muse_glimmer,
     "gpt2": _gpt2,

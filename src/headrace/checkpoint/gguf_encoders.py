@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from headrace.checkpoint.gguf_keys import MAX_CONTEXT, Keys, Reading, rope, vocabulary
-from headrace.checkpoint.gguf_parts import parts_of
+from headrace.checkpoint.gguf_parts import FLOATS, Part, parts_of
+from headrace.checkpoint.gguf_rows import GGUFFile, Rows
+from headrace.gguf import GGUF
 from headrace.models.config import MAX_LAYERS
+from headrace.models.encoders.head import Dense
+from headrace.quant.formats import gguf_blocks
 
 BERT = {
     "attn_q": "attention.self.query",
@@ -39,6 +45,27 @@ NOMIC = {
     "layer_output_norm": "norm2",
 }
 NOMIC_ENDS = BERT_ENDS | {"token_embd_norm": "emb_ln"}
+
+
+BEHIND = ("dense_2.weight", "dense_3.weight")
+"""Dense layers behind the pooling, by the numbers of sentence-transformers' modules."""
+
+
+def layers_behind(file: GGUF) -> tuple[Dense, ...]:
+    """Return the layers behind the pooling, which EmbeddingGemma's files have."""
+    layers: list[Dense] = []
+    for name in BEHIND if file.text("general.architecture") == "gemma-embedding" else ():
+        info = file.tensors.get(name)
+        if info is None:
+            continue
+        ins = len(layers[-1].weight) if layers else info.shape[0]
+        if len(info.shape) != 2 or info.shape[0] != ins:
+            raise file.fault(f"shape of {name}", info.shape, f"of 2 dimensions, the first {ins}")
+        if info.type not in FLOATS and info.type not in gguf_blocks.TYPES:
+            raise file.fault(f"type of {name}", info.type, "one of floats and blocks")
+        rows = Rows(GGUFFile(file), Part(info, (info.shape[1], info.shape[0])))
+        layers.append(Dense(rows.read(0, rows.num_out).dequantize().astype(np.float64)))
+    return tuple(layers)
 
 
 def _sizes(keys: Keys, model_type: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Model(gemma2.Model):
     def read_ends(self, root: str) -> tuple[Array, Matrix]:
         if not self.both_ways:
             return super().read_ends(root)
-        table = self.weights.table(f"{root}{self.table}", (self.vocab_size, self.hidden_size))
+        table = self.weights.table(f"{root}{self.table}.weight", (self.vocab_size, self.hidden_size))
         return table, table  # an encoder has no head
 
     def logits(self, hidden: Array, rows: Array) -> Array:

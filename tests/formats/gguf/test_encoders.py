@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
-from tests.models.test_encoders import open_llm, save, texts_of, vectors
+from tests.models.test_encoders import GEMMA, open_llm, save, texts_of, vectors
 from tests.support.harness import BACKENDS
 
 from headrace import LLM
@@ -122,6 +122,69 @@ def test_the_files_kind_of_pooling(number: int | None, pooling: str, tmp_path: P
 def test_files_of_other_encoders_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write(checkpoint("bert", tmp_path), "bert", **options)
     with pytest.raises(CheckpointError, match=message):
+        open_llm(path)
+
+
+def write_gemma(directory: Path, kind: str = "F32", *layers: Any) -> Path:
+    """Write EmbeddingGemma as the converter does: one is added to the norms; `layers` lie behind the pooling."""
+    config = json.loads((directory / "config.json").read_text())
+    arch = gguf.MODEL_ARCH.GEMMA_EMBEDDING
+    path = directory / f"{kind}.gguf"
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_rope_freq_base(1e6)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    table = gguf.get_tensor_name_map(arch, 9)
+    for key, tensor in load_file(directory / "model.safetensors").items():
+        weight = tensor.float().numpy() + (key.endswith("norm.weight"))
+        form = Q[kind] if weight.ndim == 2 else Q.F32
+        ours = table.get_name(f"model.{key}", try_suffixes=(".weight", ".bias"))
+        assert ours is not None, key
+        writer.add_tensor(ours, gguf.quants.quantize(weight.astype(np.float32), form), raw_dtype=form)
+    for i, weight in enumerate(layers):
+        writer.add_dense_features_dims(f"dense_{2 + i}", weight.shape[1], weight.shape[0])
+        writer.add_tensor(f"dense_{2 + i}.weight", gguf.quants.quantize(weight, Q[kind]), raw_dtype=Q[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_embeddinggemma_with_its_layers_behind_the_pooling(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "query_pre_attn_scalar": 32}
+    sizes |= {
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    }
+    save("gemma3_text", tmp_path, **GEMMA, **sizes)
+    rng = np.random.default_rng(0)
+    layers = [rng.normal(size=shape).astype(np.float32) for shape in ((96, 64), (32, 96))]
+    expected = np.array(vectors(open_llm(tmp_path), texts_of(LENGTHS), "mean"))
+    expected = expected @ layers[0].T.astype(np.float64) @ layers[1].T.astype(np.float64)
+    llm = open_llm(write_gemma(tmp_path, kind, *layers))
+    assert (llm.core.info.pooling, llm.core.info.hidden_size, llm.core.info.generates) == ("mean", 32, False)
+    actual = np.array(vectors(llm, texts_of(LENGTHS)))
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < 1e-6 if kind == "F32" else 1e-6 < error < 1e-1
+    bare = open_llm(write_gemma(tmp_path))
+    assert vectors(bare, texts_of(LENGTHS)) == vectors(open_llm(tmp_path), texts_of(LENGTHS))
+
+
+def test_layers_behind_the_pooling_that_do_not_fit(tmp_path: Path) -> None:
+    save("gemma3_text", tmp_path, **GEMMA)
+    path = write_gemma(tmp_path, "F32", np.zeros((96, 48), np.float32), np.zeros((32, 95), np.float32))
+    with pytest.raises(CheckpointError, match="shape of dense_3.weight is .*the first 96"):
         open_llm(path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace import foreign, gguf
+from headrace.checkpoint.gguf_encoders import layers_behind
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.models.encoders.head import Dense, dense
 from headrace.protocol.errors import CheckpointError
@@ -58,7 +59,10 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
     far as they are there, or the kind of pooling of a GGUF file. Raises `CheckpointError` for settings that would give
     other vectors here."""
     if directory.is_file():
-        return SentenceFiles(_gguf_pooling(gguf.read(directory)))
+        file = gguf.read(directory)
+        layers_of_file = layers_behind(file)
+        gguf_form = VectorForm(exponent=0.0) if layers_of_file else NO_FORM
+        return SentenceFiles(_gguf_pooling(file), layers=layers_of_file, form=gguf_form)
     if not (directory / "modules.json").is_file():
         return SentenceFiles(form=_form(directory))
     pooling: Pooling = ""
