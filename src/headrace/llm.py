@@ -58,6 +58,7 @@ from headrace.text.vectors import (
     check_reranker,
     finished,
     likeness,
+    prompted,
 )
 
 Message = dict[str, Any]
@@ -170,21 +171,24 @@ class LLM:
         use_tqdm: bool = True,
         *,
         pooling: str | None = None,
-        normalize: bool = True,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         lora_request: Adapted = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt: the hidden state after the final norm of its "last" token, of its first
         ("cls"), or the "mean". By default the kind that the model's files name, or the last.
 
-        float32 numbers, made one long unless `normalize` is false, and cut to `dimensions` before that. Raises
-        `RequestError` before any work is done if a prompt cannot be served, `HeadraceError` if one fails on its way.
+        float32 numbers, cut to `dimensions`, and after that made one long if `normalize` is true; by default as the
+        model's files have it, or made one long. `prompt_name`: of the files' prompt that is put before each text, ""
+        for none; by default the one that the files name. Raises `RequestError` before any work is done if a prompt
+        cannot be served, `HeadraceError` if one fails on its way.
         """
-        kind = check_form(pooling, dimensions, self.core.info)
-        outputs = []
-        for place, (text, state) in enumerate(self._pooled(prompts, kind, lora_request, use_tqdm)):
+        form, outputs = check_form(pooling, dimensions, normalize, self.core.info), []
+        listed = prompted(_as_list(prompts), prompt_name, self.core.info)
+        for place, (text, state) in enumerate(self._pooled(listed, form.pooling, lora_request, use_tqdm)):
             token_ids = state.request.prompt_token_ids
-            vector = EmbeddingOutput(finished(state.pooled, kind, len(token_ids), dimensions, normalize))
+            vector = EmbeddingOutput(finished(state.pooled, len(token_ids), form))
             outputs.append(EmbeddingRequestOutput(str(place), text, token_ids, vector, True, state.num_cached_tokens))
         return outputs
 
@@ -270,7 +274,8 @@ class LLM:
                 ScoringRequestOutput(each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]))
                 for each in self.classify(prompts, use_tqdm, lora_request=lora_request)
             ]
-        outputs = self.embed([*ones, *others], use_tqdm, lora_request=lora_request)
+        normalize = self.core.info.vectors.cosine or None
+        outputs = self.embed([*ones, *others], use_tqdm, normalize=normalize, lora_request=lora_request)
         first, second = outputs[: len(ones)], outputs[len(ones) :]
         pairs = zip(first * len(others) if len(ones) == 1 else first, second, strict=True)
         return [

@@ -72,6 +72,39 @@ def test_vectors_are_transformers_hidden_states(name: str, backend: str, tmp_pat
         assert [vectors(llm, [text], pooling)[0] for text in texts[:4]] == together[:4]
 
 
+GEMMA = {"use_bidirectional_attention": True, "sliding_window": 28}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_decoder_that_sees_both_ways_is_an_encoder(backend: str, tmp_path: Path) -> None:
+    """EmbeddingGemma: its local layers see half a window to each side."""
+    model, texts = save("gemma3_text", tmp_path, **GEMMA), texts_of((1, 2, 14, 15, 16, 29, 129, 300))
+    llm = open_llm(tmp_path, backend, max_num_batched_tokens=400)
+    assert (llm.core.info.pooling, llm.core.info.generates) == ("mean", False)
+    for pooling in POOLINGS:
+        together = vectors(llm, texts, pooling)
+        assert error(model, texts, together, pooling) < 1e-5
+        assert [vectors(llm, [text], pooling)[0] for text in texts] == together
+
+
+def test_control_gemma_as_a_decoder_has_other_vectors(tmp_path: Path) -> None:
+    model = save("gemma3_text", tmp_path, **GEMMA)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_bidirectional_attention": None}))
+    llm = open_llm(tmp_path)
+    assert llm.core.info.generates
+    assert error(model, texts_of((20,)), vectors(llm, texts_of((20,)), "mean")) > 1e-2
+
+
+def test_gemmas_vectors_by_packed_weights(tmp_path: Path) -> None:
+    model, texts = save("gemma3_text", tmp_path, **GEMMA), texts_of((30, 60))
+    computed = []
+    for saves in (False, True, False):  # read while they are quantised, twice, and mapped
+        computed.append(vectors(open_llm(tmp_path, quantization="int8", save_packed=saves), texts))
+    assert computed[0] == computed[1] == computed[2]
+    assert 1e-5 < error(model, texts, computed[0]) < 0.1
+
+
 @pytest.mark.parametrize("name", ["gte", "nomic_bert"])
 def test_both_layouts_give_the_same_bits(name: str, tmp_path: Path) -> None:
     computed = []
@@ -79,6 +112,12 @@ def test_both_layouts_give_the_same_bits(name: str, tmp_path: Path) -> None:
         save(name, tmp_path / str(first), first)
         computed.append(vectors(open_llm(tmp_path / str(first)), texts_of()))
     assert computed[0] == computed[1]
+
+
+def test_narrow_embeddings_of_electra_are_refused(tmp_path: Path) -> None:
+    save("electra", tmp_path, embedding_size=32)
+    with pytest.raises(CheckpointError, match="embedding_size is 32, expected 48, as hidden_size"):
+        open_llm(tmp_path)
 
 
 def test_the_first_files_of_gte_have_another_type(tmp_path: Path) -> None:
@@ -224,7 +263,7 @@ def test_the_files_of_sentence_transformers_choose(pooling: dict[str, Any], kind
 @pytest.mark.parametrize(
     ("modules", "pooling", "max_length", "message"),
     [
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, None, "a module Dense"),
+        (["Transformer", "Pooling", "CNN"], {"pooling_mode_mean_tokens": True}, None, "a module CNN"),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, None, "pooling_mode is 'max'"),
         (
             ["Transformer", "Pooling"],

@@ -33,6 +33,13 @@ ENCODERS = (
     Row("bert", "partly", f"all-MiniLM, bge, e5, mxbai; {NOT_CUDA}", ENCODER_TESTS),
     Row("roberta", "partly", f"all-roberta; {NOT_CUDA}", ENCODER_TESTS[:1]),
     Row("xlm-roberta", "partly", f"multilingual-e5, bge-m3's dense vectors; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("camembert", "partly", f"sentence-camembert; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row(
+        "electra",
+        "partly",
+        f"the discriminator, with embeddings as wide as the layers; {NOT_CUDA}",
+        (*ENCODER_TESTS[:1], "encoders:test_narrow_embeddings_of_electra_are_refused"),
+    ),
     Row("distilbert", "partly", f"multi-qa-distilbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
     Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
     Row(

@@ -23,6 +23,7 @@ from headrace.serve.startup import summary
 
 HTTP = httpx.Client(timeout=60)
 TEXT = "A cat sat on the mat."
+PROMPTS = {"query": "find: ", "passage": "text: ", "usual": "say: "}
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**bert.TINY | {"vocab_size": 256, "max_position_embeddings": 64})
     AutoModel.from_config(config).save_pretrained(folder)
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"prompts": PROMPTS, "default_prompt_name": "usual"})
+    )
     return write_tokenizer(folder)
 
 
@@ -41,7 +45,7 @@ def server(directory: Path) -> Iterator[Served]:
 
 
 def vector(server: Served, text: str = TEXT) -> list[float]:
-    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": text})
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": text, "prompt_name": ""})
     assert reply.status_code == 200, reply.text
     numbers: list[float] = reply.json()["data"][0]["embedding"]
     return numbers
@@ -50,13 +54,19 @@ def vector(server: Served, text: str = TEXT) -> list[float]:
 def test_an_encoder_answers_at_every_door_for_vectors(server: Served, directory: Path) -> None:
     model = AutoModel.from_pretrained(directory).eval()
     with torch.no_grad():
-        mean = model(input_ids=torch.tensor([list(TEXT.encode())])).last_hidden_state[0].mean(0)
+        ids = list((PROMPTS["usual"] + TEXT).encode())
+        mean = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
     right = (mean / mean.norm()).tolist()
-    assert vector(server) == pytest.approx(right, abs=1e-5)
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": TEXT})
+    usual = reply.json()["data"][0]["embedding"]
+    assert usual == pytest.approx(right, abs=1e-5)
+    assert usual == vector(server, PROMPTS["usual"] + TEXT)
     ollama = HTTP.post(f"{server.url}/api/embed", json={"model": "bert", "input": TEXT}).json()["embeddings"][0]
     llama = HTTP.post(f"{server.url}/embedding", json={"content": TEXT}).json()[0]["embedding"][0]
     pooled = HTTP.post(f"{server.url}/pooling", json={"model": "bert", "input": TEXT}).json()["data"][0]["data"]
-    assert ollama == llama == pooled == vector(server)
+    body: dict[str, Any] = {"content": [{"prompt_string": TEXT}]}
+    spelt = HTTP.post(f"{server.url}/embedding", json=body).json()[0]["embedding"][0]
+    assert ollama == llama == spelt == pooled == usual
     body = {"model": "bert", "query": TEXT, "documents": ["xyz", TEXT]}
     ranks = HTTP.post(f"{server.url}/v1/rerank", json=body).json()["results"]
     assert [rank["index"] for rank in ranks] == [1, 0]
@@ -73,6 +83,38 @@ def test_a_clients_own_library_reads_the_vectors(server: Served) -> None:
     )
     assert likeness[0] == pytest.approx(1.0, abs=1e-5)
     assert likeness[1] < likeness[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"prompt_name": "query"}, "query"),
+        ({"input_type": "passage"}, "passage"),
+        ({"input_type": "search_query"}, "query"),
+        ({"input_type": "search_document"}, "passage"),
+    ],
+)
+def test_a_request_names_a_prompt_of_the_models_files(server: Served, fields: dict[str, str], prompt: str) -> None:
+    body = {"model": "bert", "input": [TEXT, "x"]} | fields
+    rows = HTTP.post(f"{server.url}/v1/embeddings", json=body).json()["data"]
+    assert [row["embedding"] for row in rows] == [vector(server, PROMPTS[prompt] + text) for text in (TEXT, "x")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_name": "other"}, "must be one of query, passage, usual"),
+        ({"input_type": "clustering"}, "must be one of query, passage, usual, search_query, search_document"),
+        ({"input_type": "query", "prompt_name": "query"}, "must be left out: prompt_name names the prompt"),
+        ({"prompt_name": "query", "input": [5, 6]}, "must be left out for token ids"),
+    ],
+)
+def test_an_unknown_prompt_is_refused(server: Served, fields: dict[str, Any], message: str) -> None:
+    reply = HTTP.post(f"{server.url}/v1/embeddings", json={"model": "bert", "input": TEXT} | fields)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == next(iter(fields))
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +144,7 @@ def test_the_summary_of_the_start_speaks_of_vectors_and_not_of_answers(server: S
 
 
 def test_a_text_that_is_too_long_is_refused_or_cut_between_its_ends(server: Served) -> None:
-    body: dict[str, Any] = {"model": "bert", "input": "a" * 70}
+    body: dict[str, Any] = {"model": "bert", "input": "a" * 70, "prompt_name": ""}
     reply = HTTP.post(f"{server.url}/v1/embeddings", json=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert HTTP.post(f"{server.url}/v1/embeddings", json=body | {"input": "a" * 64}).status_code == 200

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from headrace.checkpoint import gguf_hybrid, gguf_latent
+from headrace.checkpoint import gguf_encoders, gguf_hybrid, gguf_latent
 from headrace.checkpoint.gguf_families import DECODER, DECODER_ENDS, FAMILIES, PARTS, QWEN_MOE
 from headrace.checkpoint.gguf_keys import (
     MAX_CONTEXT,
@@ -69,14 +69,15 @@ def read(file: GGUF) -> Reading:
     file, and for values out of range."""
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise file.fault("general.architecture", architecture, "one of " + ", ".join(ARCHITECTURES))
+        bound = gguf_encoders.REFUSED.get(architecture or "", "one of " + ", ".join(ARCHITECTURES))
+        raise file.fault("general.architecture", architecture, bound)
     kind = file.text("general.type")
     if kind not in (None, "model"):
         raise file.fault("general.type", kind, "model")
     reading = ARCHITECTURES[architecture](Keys(file, architecture))
     prefix = architecture + "."
     # The table has the size of the vocabulary; layers for multi-token prediction are left out.
-    harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers"}
+    harmless = {prefix + "vocab_size", prefix + "nextn_predict_layers", prefix + "pooling_type"}
     if names := sorted(key for key in file.fields.keys() - file.read - harmless if key.startswith(prefix)):
         logger.info("%s: without effect on this model: %s", file.name, ", ".join(names))
     return reading
@@ -154,6 +155,14 @@ def _gemma3(keys: Keys) -> Reading:
     values["final_logit_softcapping"] = keys.real("final_logit_softcapping")
     values["rope_local_base_freq"] = keys.real("rope.freq_base_swa") or 10000.0
     return Reading(values, parts_of(keys.file, GEMMA, DECODER_ENDS, "model.layers"), norm_offset=1.0)
+
+
+def _gemma_embedding(keys: Keys) -> Reading:
+    """Read EmbeddingGemma: Gemma 3 whose rows see both ways. The layers behind the pooling are not the model's."""
+    reading = _gemma3(keys)
+    reading.values["use_bidirectional_attention"] = True
+    parts = {name: part for name, part in reading.parts.items() if name not in gguf_encoders.BEHIND}
+    return reading._replace(parts=parts)
 
 
 def _gemma4(keys: Keys) -> Reading:
@@ -321,9 +330,11 @@ ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {
     **gguf_hybrid.ARCHITECTURES,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma-embedding": _gemma_embedding,
     "gemma4": _gemma4,
     "muse-glimmer": _muse_glimmer,
     "gpt2": _gpt2,
+    **gguf_encoders.ARCHITECTURES,
     **dict.fromkeys(gguf_latent.ARCHITECTURES, _latent),
     **dict.fromkeys(FAMILIES, _family),
 }

@@ -23,7 +23,7 @@ from headrace.checkpoint import headers
 from headrace.checkpoint.headers import Entry
 from headrace.checkpoint.names import places, text_config
 from headrace.protocol.errors import CheckpointError
-from headrace.quant.arrays import BF16, E4M3, E5M2, cast
+from headrace.quant.arrays import BF16, E4M3, E5M2, PLAIN, cast, type_name
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,16 @@ class MappedCheckpoint:
             raise CheckpointError(f"{name} is stored as {entry.dtype}, expected plain floats")
         file.advise(self._places[name].name, mmap.MADV_RANDOM)
         return values
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Return the numbers of a small tensor. Raises `CheckpointError` for another shape or no floats."""
+        if name not in self._places:
+            raise self.missing(name)
+        verify_shape(name, self.entry(name).shape, shape)
+        values = self.array(name)
+        if type_name(values) not in PLAIN:
+            raise CheckpointError(f"{name} is stored as {type_name(values)}, expected plain floats")
+        return cast(values, "float32")
 
     def missing(self, name: str) -> CheckpointError:
         """Return the error of a tensor that no file has. It names the files that were searched."""

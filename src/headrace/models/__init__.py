@@ -48,6 +48,9 @@ class Model(Protocol):
     """Whether rows see later rows: of an encoder. Then a sequence is one chunk, of which all rows are read, and no
     token is drawn."""
 
+    has_head: bool = True
+    """Whether a decoder draws tokens; False for weights of its layers alone, which give vectors."""
+
     classifier: Any = None
     """A function: the pooled vector of a text [H], float64 on the host -> a number for each class; None for models
     without classes."""

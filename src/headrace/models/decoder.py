@@ -295,12 +295,14 @@ class Decoder(Model):
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.measure(config, weights, ops, max_model_len)
         root = next((root for root in self.roots if weights.has_prefix(root)), "")
-        self.embedding, self.head = weights.ends(
-            f"{root}{self.table}", self.head_name, (self.vocab_size, self.hidden_size),
-            tied=config.flag("tie_word_embeddings", self.default_tied),
-        )  # fmt: skip
+        self.embedding, self.head = self.read_ends(root)
         self.layers = [self.Layer(self, f"{root}layers.{i}", i) for i in range(self.num_layers)]
         self.norm = self.make_final_norm(f"{root}{self.final_norm}")
+
+    def read_ends(self, root: str) -> tuple[Array, Matrix]:
+        """Return the embedding table and the output head."""
+        tied, shape = self.config.flag("tie_word_embeddings", self.default_tied), (self.vocab_size, self.hidden_size)
+        return self.weights.ends(f"{root}{self.table}", self.head_name, shape, tied=tied)
 
     def measure(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         """Set sizes and the rope table, which the parts read in their constructors."""

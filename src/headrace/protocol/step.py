@@ -414,6 +414,20 @@ class Classes(msgspec.Struct, frozen=True):
     pair_template: Literal["", "qwen3"] = ""
 
 
+class VectorForm(msgspec.Struct, frozen=True):
+    """The vectors of a model by its files, where a request says nothing. prompts: texts by name that are put before a
+    text; `prompt_name`: of the usual one, "" for none. normalize: whether vectors have length one. cosine: texts are
+    compared by their angle, else by the dot product. dimensions: the first numbers, that are kept. exponent: a sum of
+    rows is divided by their number to this power; 0 where the engine has made the vector, as `pooling` is."""
+
+    prompts: dict[str, str] = {}
+    prompt_name: str = ""
+    normalize: bool = True
+    cosine: bool = True
+    dimensions: int | None = None
+    exponent: float = 1.0
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of a running engine by which the front end checks a request as the engine does.
 
@@ -422,7 +436,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     unknown. `num_blocks` are of kind 0 of the cache's `kinds`, `more_blocks` of the others. `adapters`: those of the
     config, by name. `generates`: False for a model of vectors or classes alone. `whole_texts`: of an encoder, whose
     texts are one chunk each, not cached. `pooling`: the kind of vectors that the model's files name, "" for none.
-    `classes`: of a classifier, whose pooled numbers are these classes'.
+    `classes`: of a classifier, whose pooled numbers are these classes'. `hidden_size`: the count of numbers in a
+    vector, which `vectors` tells more of.
     """
 
     model: str
@@ -452,6 +467,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     whole_texts: bool = False
     pooling: Pooling = ""
     classes: Classes | None = None
+    vectors: VectorForm = VectorForm()
 
     @property
     def max_prompt_len(self) -> int:

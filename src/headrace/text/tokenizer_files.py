@@ -217,6 +217,30 @@ def scored(pieces: list[tuple[str, float, int]], unk_id: int, dummy_prefix: bool
     return tokenizer
 
 
+def unigram(
+    pieces: list[tuple[str, float, int]], unk_id: int, charsmap: bytes, dummy_prefix: bool, trims: bool
+) -> tokenizers.Tokenizer:
+    """Return SentencePiece's unigrams (Kudo 2018): of all cuts of a text the one with the greatest sum of scores.
+    charsmap: the replacements of characters, compiled. trims: spaces at the ends of a text, and beside others, are left
+    out. Else as `scored`."""
+    tokenizer = _unigram(pieces, unk_id)
+    _add_metaspace(tokenizer, dummy_prefix, _replacements(charsmap, trims))
+    return tokenizer
+
+
+def _unigram(pieces: list[tuple[str, float, int]], unk_id: int) -> tokenizers.Tokenizer:
+    byte_fallback = any(kind == BYTE for _, _, kind in pieces)
+    return tokenizers.Tokenizer(models.Unigram([(p, s) for p, s, _ in pieces], unk_id, byte_fallback))
+
+
+def _replacements(charsmap: bytes, trims: bool) -> list[Any]:
+    """Return the steps before spaces are written as pieces have them."""
+    before: list[Any] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if trims:
+        before += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    return before
+
+
 def _add_metaspace(
     tokenizer: tokenizers.Tokenizer, dummy_prefix: bool, before: Iterable[Any] = (), first_alone: bool = False
 ) -> None:
@@ -267,15 +291,10 @@ def _read_dot_model(path: Path) -> TokenizerFile:
     if kind == 2:
         tokenizer = scored(pieces, unk_id, dummy_prefix)
     elif kind == 1:
-        byte_fallback = any(kind == BYTE for _, _, kind in pieces)
-        tokenizer = tokenizers.Tokenizer(models.Unigram([(p, s) for p, s, _ in pieces], unk_id, byte_fallback))
+        tokenizer = _unigram(pieces, unk_id)
     else:
         raise CheckpointError(f"SentencePiece models of type {kind} are not supported; BPE and unigram are")
-    before: list[Any] = []
-    if normalizer.get(2, [b""])[0]:
-        before.append(normalizers.Precompiled(normalizer[2][0]))
-    if normalizer.get(4, [1])[0]:
-        before += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    before = _replacements(normalizer.get(2, [b""])[0], bool(normalizer.get(4, [1])[0]))
     spaced = [piece for piece, _, kind in pieces if kind == USER_DEFINED and "▁" in piece]
     if spaced and dummy_prefix:
         raise CheckpointError(f"the user-defined piece {spaced[0]!r} beside a dummy prefix is not supported")

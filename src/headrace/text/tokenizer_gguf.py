@@ -1,8 +1,8 @@
 """Makes a tokenizer from a GGUF file's metadata: `tokenizer.ggml.*` and `tokenizer.chat_template*`.
 
-Models "llama" (SentencePiece's scored BPE), "gpt2" (byte-level BPE) and "bert" (WordPiece). `tokenizer.ggml.pre` names
-the cuts of text before merging; they are applied one after another, each to the pieces of the cut before. The tensors
-are not read. Knows no chats and no requests; called by `text.Tokenizer.load`.
+Models "llama" (SentencePiece's scored BPE), "t5" (its unigrams), "gpt2" (byte-level BPE) and "bert" (WordPiece).
+`tokenizer.ggml.pre` names the cuts of text before merging; they are applied one after another, each to the pieces of
+the cut before. The tensors are not read. Knows no chats and no requests; called by `text.Tokenizer.load`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.text.tokenizer_bytes import SPLITS, TokenizerFile, byte_level_bpe
 from headrace.text.tokenizer_files import BYTE, NORMAL, USER_DEFINED
 
 MAX_MERGES = 2**21
+CHARSMAP, MAX_CHARSMAP = "tokenizer.ggml.precompiled_charsmap", 2**24
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,6 +70,8 @@ def habits(pre: str) -> tuple[bool, bool]:
     return pre in ("qwen2", "deepseek-r1-qwen"), pre in (*_LLAMA3, "tekken")
 
 
+WORD_PIECES = {"unk_token": ("[UNK]", 100), "cls_token": ("[CLS]", 101), "sep_token": ("[SEP]", 102)}
+"""The tokens that a WordPiece vocabulary must have, with BERT's own ids."""
 ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -95,16 +98,21 @@ def read_metadata(file: GGUF) -> tuple[TokenizerFile, dict[str, Any], dict[str, 
     roles = _roles(file, [text for text, _, _ in pieces])
     model = file.text("tokenizer.ggml.model")
     adds_bos: bool | None
+    adds_eos: bool | None = None
     if model == "llama":
         tokenizer, adds_bos = _scored(file, pieces), True
+    elif model == "t5":
+        tokenizer, adds_bos = _scored(file, pieces, "t5"), False
+        adds_eos = True
     elif model == "gpt2":
         tokenizer, adds_bos = _byte_level(file, pieces), file.text("tokenizer.ggml.pre") in _LLAMA3
     elif model == "bert":
         tokenizer, adds_bos = _word_piece(file, pieces, roles), None
     else:
-        _refuse(file, "tokenizer.ggml.model", model, "llama, gpt2 or bert")
+        _refuse(file, "tokenizer.ggml.model", model, "llama, t5, gpt2 or bert")
     flags = {name: file.flag(f"tokenizer.ggml.{name}") for name in ("add_bos_token", "add_eos_token")}
-    config: dict[str, Any] = {"add_bos_token": adds_bos} if adds_bos is not None else {}
+    implied = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    config: dict[str, Any] = {name: flag for name, flag in implied.items() if flag is not None}
     config |= {name: flag for name, flag in flags.items() if flag is not None}
     # llama.cpp puts the begin before a chat whose template does not write it.
     return TokenizerFile(tokenizer, begins_chats=True), config | roles, _chat_templates(file)
@@ -144,12 +152,17 @@ def _roles(file: GGUF, texts: list[str]) -> dict[str, str]:
     return {role: texts[token_id] for role, token_id in ids.items() if token_id is not None}
 
 
-def _scored(file: GGUF, pieces: list[tuple[str, float, int]]) -> tokenizers.Tokenizer:
+def _scored(file: GGUF, pieces: list[tuple[str, float, int]], model: str = "llama") -> tokenizers.Tokenizer:
     if "tokenizer.ggml.scores" not in file.fields:
-        _refuse(file, "tokenizer.ggml.scores", None, "there for a model of kind llama")
+        _refuse(file, "tokenizer.ggml.scores", None, f"there for a model of kind {model}")
     unk_id = file.integer("tokenizer.ggml.unknown_token_id", 0, len(pieces) - 1)
     dummy_prefix = file.flag("tokenizer.ggml.add_space_prefix") is not False
-    tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
+    if model == "t5":
+        trims = file.flag("tokenizer.ggml.remove_extra_whitespaces") is True
+        charsmap = bytes(byte & 255 for byte in file.integers(CHARSMAP, MAX_CHARSMAP) or ())
+        tokenizer = tokenizer_files.unigram(pieces, 2 if unk_id is None else unk_id, charsmap, dummy_prefix, trims)
+    else:
+        tokenizer = tokenizer_files.scored(pieces, unk_id or 0, dummy_prefix)
     if dummy_prefix:
         # Such a token is searched for in text whose spaces are "▁" already, so the prefix would precede it too.
         for token_id, (text, _, kind) in enumerate(pieces):
@@ -183,7 +196,11 @@ def _word_piece(file: GGUF, pieces: list[tuple[str, float, int]], roles: dict[st
 
     The file marks the pieces that begin a word, BERT the others.
     """
-    for role in ("unk_token", "cls_token", "sep_token"):
+    # Files since 2025 have the first of them as the begin, or leave llama.cpp's usual ids out.
+    roles = {"cls_token": roles["bos_token"]} | roles if "bos_token" in roles else dict(roles)
+    for role, (text, token_id) in WORD_PIECES.items():
+        if role not in roles and token_id < len(pieces) and pieces[token_id][0] == text:
+            roles[role] = text
         if role not in roles:
             _refuse(file, f"tokenizer.ggml.{ROLES[role]}_token_id", None, "there for a model of kind bert")
     vocab: dict[str, int] = {}

@@ -10,12 +10,14 @@ import math
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import POOLINGS, Activation, Classes, EngineInfo, Pooling
+from headrace.text.inputs import Prompt
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
 
@@ -77,29 +79,85 @@ class ClassificationRequestOutput(msgspec.Struct):
     num_cached_tokens: int = 0
 
 
-def finished(
-    pooled: Sequence[float], kind: str, num_tokens: int, dimensions: int | None = None, normalize: bool = True
-) -> list[float]:
-    """Return the embedding from the engine's pooled numbers: averaged, cut to `dimensions`, scaled to length one,
-    rounded to float32. Cutting makes sense for models that were trained for it (Kusupati et al. 2022)."""
-    divisor = num_tokens if kind == "mean" else 1
-    vector = [x / divisor for x in pooled[:dimensions]]
-    if normalize:
+class Form(NamedTuple):
+    """How the engine's pooled numbers become a vector: they are divided by the count of tokens to the power
+    `exponent`, cut to `dimensions`, and scaled to length one with `normalize`."""
+
+    pooling: Pooling
+    exponent: float = 1.0
+    dimensions: int | None = None
+    normalize: bool = True
+
+
+def finished(pooled: Sequence[float], num_tokens: int, form: Form) -> list[float]:
+    """Return the embedding from the engine's pooled numbers, rounded to float32. Cutting makes sense for models that
+    were trained for it (Kusupati et al. 2022)."""
+    divisor = num_tokens**form.exponent if form.pooling == "mean" else 1
+    vector = [x / divisor for x in pooled[: form.dimensions]]
+    if form.normalize:
         norm = math.sqrt(math.fsum(x * x for x in vector))
         vector = [x / norm for x in vector] if norm else vector
     return array("f", vector).tolist()
 
 
-def check_form(pooling: str | None, dimensions: int | None, info: EngineInfo) -> Pooling:
-    """Return the kind of pooling, by default that of the model's files, or "last". Raises `RequestError`."""
+def check_form(pooling: str | None, dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
+    """Return how vectors are made: by the model's files where a call says nothing, of its last row where neither does.
+    Raises `RequestError`."""
     if info.classes is not None:
         raise RequestError("model", info.model, "a model of vectors; this one has classes (/classify, /rerank, /score)")
     if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
         raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
+    usual = info.vectors
+    # Layers behind the pooling, of which nothing is left to divide, were trained on one kind.
+    if not usual.exponent and pooling not in (None, info.pooling):
+        raise RequestError("pooling", pooling, f"{info.pooling}, which the model's Dense layers read")
+    exponent = usual.exponent if pooling is None or not usual.exponent else 1.0
     for kind in POOLINGS:
         if kind == (pooling or info.pooling or "last"):
-            return kind
+            normalize = usual.normalize if normalize is None else normalize
+            return Form(kind, exponent, dimensions or usual.dimensions, normalize)
     raise RequestError("pooling", pooling, "last, mean or cls")
+
+
+def prompted(texts: Sequence[Prompt], name: str | None, info: EngineInfo) -> list[Prompt]:
+    """Return the texts behind the prompt `name` of the model's files: None for the usual one, "" for none. Token ids
+    stay as they are. Raises `RequestError`."""
+    known = info.vectors.prompts
+    if name and name not in known:
+        names = f"one of {', '.join(known):.1000}" if known else "left out: the model's files have no prompts"
+        raise RequestError("prompt_name", name, names)
+    prefix = known.get(info.vectors.prompt_name if name is None else name, "")
+    if not prefix:
+        return list(texts)
+    joined: list[Prompt] = []
+    for text in texts:
+        content = text.get("prompt") if isinstance(text, dict) and "prompt_token_ids" not in text else text
+        if isinstance(content, str):
+            text = prefix + content
+        elif name:
+            raise RequestError("prompt_name", name, "left out for token ids: a prompt is put before a text")
+        joined.append(text)
+    return joined
+
+
+KINDS_OF_INPUT = {"search_query": ("query",), "search_document": ("document", "passage", "corpus")}
+
+
+def prompt_name(name: str | None, input_type: str | None, info: EngineInfo) -> str | None:
+    """Return the name of the prompt that a request asks for by either field. `input_type` has a name of the files, or
+    one of Cohere's, under which the files have the names that sentence-transformers looks for. Raises
+    `RequestError`."""
+    if input_type is None:
+        return name
+    if name is not None:
+        raise RequestError("input_type", input_type, "left out: prompt_name names the prompt")
+    known = info.vectors.prompts
+    for each in (input_type, *KINDS_OF_INPUT.get(input_type, ())):
+        if each in known:
+            return each
+    expected = ", ".join([*known, *(key for key, names in KINDS_OF_INPUT.items() if known.keys() & set(names))])
+    bound = f"one of {expected:.1000}" if known else "left out: the model's files have no prompts"
+    raise RequestError("input_type", input_type, bound)
 
 
 def activated(numbers: Sequence[float], activation: Activation) -> list[float]:

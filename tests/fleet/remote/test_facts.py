@@ -19,7 +19,7 @@ from headrace.fleet.remote import facts, wire
 from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.kinds import CacheKind
-from headrace.protocol.step import Classes, EngineInfo
+from headrace.protocol.step import Classes, EngineInfo, VectorForm
 from headrace.secure.channel import pack
 from headrace.secure.handshake import HandshakeError, is_final
 
@@ -42,6 +42,10 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("adapters", {"a": LoadedAdapter("d" * 5000, 1, 1)}),
     ("adapters", {"a": LoadedAdapter("d", 0, 1)}),
     ("adapters", {"a": LoadedAdapter("d", 1, 2**40)}),
+    ("vectors", VectorForm({str(i): "" for i in range(2000)})),
+    ("vectors", VectorForm({"a": "b" * 5000})),
+    ("vectors", VectorForm(dimensions=2**30)),
+    ("vectors", VectorForm(exponent=1e300)),
     ("classes", Classes(())),
     ("classes", Classes(("a",) * 2**17)),
     ("classes", Classes(("a" * 5000,))),
@@ -86,7 +90,7 @@ def test_every_number_of_an_engine_has_a_bound() -> None:
     assert kinds["int"] == set(facts.BOUNDS)
     assert kinds["str"] == {*facts.TEXTS, "scheduling_policy"}
     flags = {"generates", "whole_texts"}
-    assert rest - flags == {"eos_token_ids", "kinds", "more_blocks", "adapters", "pooling", "classes"}
+    assert rest - flags == {"eos_token_ids", "kinds", "more_blocks", "adapters", "pooling", "classes", "vectors"}
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["", "control"])

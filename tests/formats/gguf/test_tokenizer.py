@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
 import struct
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
+from sentencepiece import sentencepiece_model_pb2
 from tests.formats.gguf.files import BOOL, F32, I32, STRING, U32, gguf_file, listed, scalar, vocabulary
 from tests.support.tokenizers import data, loaded, vectors
 
@@ -15,6 +18,8 @@ from headrace.protocol.errors import CheckpointError
 from headrace.text import tokenizer_bytes, tokenizer_gguf
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
+
+import gguf  # isort: skip
 
 NAMES = ["llama-spm", "phi-3", "gpt-2", "falcon", "mpt", "starcoder", "deepseek-llm", "bert-bge"]
 
@@ -212,8 +217,8 @@ ROLE = scalar("tokenizer.ggml.eos_token_id", U32, 3)
 REFUSED: dict[str, tuple[list[bytes], str]] = {
     "no tokenizer": ([], "tokenizer.ggml.tokens is None; it must be there"),
     "no tokens": (vocabulary("llama", []), r"tokenizer.ggml.tokens is \[\]; it must be there"),
-    "no model": (vocabulary("llama", ["a"])[1:], "tokenizer.ggml.model is None; it must be llama, gpt2 or bert"),
-    "another model": (vocabulary("t5", ["a"]), "tokenizer.ggml.model is 't5'; it must be llama, gpt2 or bert"),
+    "no model": (vocabulary("llama", ["a"])[1:], "tokenizer.ggml.model is None; it must be llama, t5, gpt2 or bert"),
+    "another model": (vocabulary("rwkv", ["a"]), "tokenizer.ggml.model is 'rwkv'; it must be llama, t5, gpt2 or bert"),
     "tokens of numbers": (
         [listed("tokenizer.ggml.tokens", I32, [1])],
         "tokenizer.ggml.tokens is 'an array of int32'; it must be an array of strings",
@@ -228,6 +233,16 @@ REFUSED: dict[str, tuple[list[bytes], str]] = {
     ),
     "too many kinds": (vocabulary("gpt2", ["a"], [1, 1]), "token_type is '2 elements'; it must be of 1 elements"),
     "no scores": (vocabulary("llama", ["a"]), "tokenizer.ggml.scores is None"),
+    "no scores of unigrams": (vocabulary("t5", ["a"]), "tokenizer.ggml.scores is None"),
+    "broken replacements": (
+        [
+            *vocabulary("t5", ["a"]),
+            listed("tokenizer.ggml.scores", F32, [1.0]),
+            scalar("tokenizer.ggml.unknown_token_id", U32, 0),
+            listed("tokenizer.ggml.precompiled_charsmap", 0, [255] * 9),
+        ],
+        "can not be read as a tokenizer",
+    ),
     "a kind of token": (vocabulary("gpt2", ["a", "b"], [1, 7]), r"token_type\[1\] is 7; it must be from 1 to 6"),
     "a token twice": (vocabulary("gpt2", ["a", "b", "a"]), r"tokens\[2\] is 'a'; it must be a token that was not"),
     "a word twice": ([*vocabulary("bert", ["▁x", "▁##y", "y"]), *WORD_PIECE[-3:]], "3 tokens for 2 words"),
@@ -295,3 +310,52 @@ def test_the_begin_of_a_chat_is_there_once(template: str, add_bos: int | None, b
     assert ids == [1] * begins + tok.encode("a b", add_special_tokens=False)
     rendered = ChatTemplate.of(tok, "{{ messages[0]['content'] }}").render([{"role": "user", "content": "a b"}])
     assert rendered == ("<s>a b" if add_bos is None else "a b"), "another template, the same file"
+
+
+@pytest.mark.parametrize("rule", ["nmt_nfkc", "identity"])
+def test_unigrams_are_those_of_sentencepiece(rule: str, tmp_path: Path) -> None:
+    """As in bge-m3's file: replacements of characters, a space before the text, and an end behind it."""
+    rng = random.Random(3)
+    words = "the cat sat on a mat and dogs ran through woods while rain fell über straße naïve café 東京 にほん مرحبا"
+    lines = [" ".join(rng.choice(words.split()) for _ in range(8)) for _ in range(400)]
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=buffer, vocab_size=120, model_type="unigram", minloglevel=2,
+        character_coverage=1.0, hard_vocab_limit=False, normalization_rule_name=rule,
+        remove_extra_whitespaces=rule == "nmt_nfkc",
+    )  # fmt: skip
+    model = sentencepiece_model_pb2.ModelProto.FromString(buffer.getvalue())
+    writer, spec = gguf.GGUFWriter(tmp_path / "model.gguf", "bert"), model.normalizer_spec
+    writer.add_tokenizer_model("t5")
+    writer.add_token_list([piece.piece for piece in model.pieces])
+    writer.add_token_scores([piece.score for piece in model.pieces])
+    writer.add_token_types([piece.type for piece in model.pieces])
+    writer.add_add_space_prefix(spec.add_dummy_prefix)
+    writer.add_remove_extra_whitespaces(spec.remove_extra_whitespaces)
+    if spec.precompiled_charsmap:
+        writer.add_precompiled_charsmap(spec.precompiled_charsmap)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tok, theirs = (
+        Tokenizer.load(tmp_path / "model.gguf"),
+        sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue()),
+    )
+    texts = [
+        "the cat",
+        "  the   cat ",
+        "ｔｈｅ ＣＡＴ①",
+        "über straße",
+        "東京 xyz",
+        "",
+        "مرحبا the\tcat\nsat",
+        *lines[:20],
+    ]
+    for text in texts:
+        assert tok.encode(text, add_special_tokens=False) == theirs.encode(text), repr(text)
+        assert tok.encode(text) == [1, *theirs.encode(text), 2]
+    assert tok.decode(theirs.encode("the cat sat")) == "the cat sat"

@@ -1,35 +1,24 @@
-"""The settings of an encoder's engine, and the files that sentence-transformers keeps beside a model: how the rows of a
-text become its vector.
+"""The settings of an encoder's engine: how the rows of a text become its vector, or the numbers of its classes.
 
 Called by `load`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from headrace import foreign
-from headrace.models import Model
+from headrace.engine.library.class_heads import class_form
+from headrace.engine.library.sentence_files import SentenceFiles
+from headrace.models import Model, find
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.head import labels
+from headrace.models.encoders.head import Head, labels
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import Activation, Classes, Pooling
-
-KINDS: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-"""Kinds of pooling by sentence-transformers' names. Older files have a flag for each kind."""
-FLAGS = {
-    "cls_token": "cls",
-    "mean_tokens": "mean",
-    "lasttoken": "lasttoken",
-    "max_tokens": "max",
-    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "weightedmean_tokens": "weightedmean",
-}
-
 
 ACTIVATIONS: tuple[Activation, ...] = ("sigmoid", "softmax", "identity")
 PROBLEMS: dict[str, Activation | None] = {
@@ -40,65 +29,41 @@ PROBLEMS: dict[str, Activation | None] = {
 """Activations by transformers' names of problems; None: the one that makes probabilities of all classes."""
 
 
-class SentenceFiles(NamedTuple):
-    """pooling: "" where the files name none. max_length: the most tokens of a text; None for the model's own."""
-
-    pooling: Pooling = ""
-    max_length: int | None = None
-
-
-def read_sentence_files(directory: Path) -> SentenceFiles:
-    """Read modules.json, the pooling's config.json and sentence_bert_config.json, as far as they are there. Raises
-    `CheckpointError` for modules and kinds of pooling that would give other vectors here."""
-    if not (directory / "modules.json").is_file():
-        return SentenceFiles()
-    pooling: Pooling = ""
-    for module in _modules(directory):
-        kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind == "Pooling":
-            pooling = _pooling(directory, str(module.get("path", "")))
-        elif kind not in ("Transformer", "Normalize"):
-            raise CheckpointError(
-                f"{directory / 'modules.json'}: a module {kind:.80}, expected Transformer, Pooling and Normalize "
-                "alone: without it the vectors would be others"
-            )
-    return SentenceFiles(pooling, _max_length(directory))
+def add_layers(model: Model, sentences: SentenceFiles) -> None:
+    """Have the layers behind the pooling, if the files have any, applied to the pooled vector. Raises
+    `CheckpointError`."""
+    if not sentences.layers:
+        return
+    width = sentences.layers[0].weight.shape[1]
+    if model.classifier is not None or width != model.hidden_size or not sentences.pooling:
+        raise CheckpointError(
+            f"modules.json: a Dense layer reads {width} numbers, expected one behind a Pooling of the model's "
+            f"{model.hidden_size}, which has no classes"
+        )
+    model.classifier = Head(sentences.layers, sentences.pooling)
 
 
-def _modules(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "modules.json"
-    data = foreign.read_bytes(path, foreign.TABLE.num_bytes)
-    modules = foreign.parse_object(b'{"modules":' + data + b"}", path, foreign.TABLE)["modules"]
-    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
-        raise CheckpointError(f"{path}: expected a list of objects")
-    return modules
-
-
-def _pooling(directory: Path, folder: str) -> Pooling:
-    path = directory / folder / "config.json"
-    if Path(folder).is_absolute() or ".." in Path(folder).parts:
-        raise CheckpointError(f"{directory / 'modules.json'}: path {folder:.80}, expected a folder beside the file")
-    values = foreign.read_object(path, foreign.TABLE)
-    flags = [name for flag, name in FLAGS.items() if values.get(f"pooling_mode_{flag}") is True]
-    named = values.get("pooling_mode", flags[0] if len(flags) == 1 else flags)
-    if not isinstance(named, str) or named not in KINDS:
-        raise CheckpointError(f"{path}: pooling_mode is {named!r:.80}, expected one of {', '.join(map(str, KINDS))}")
-    return KINDS[named]
-
-
-def _max_length(directory: Path) -> int | None:
-    path = directory / "sentence_bert_config.json"
-    length = foreign.read_object(path, foreign.TABLE).get("max_seq_length") if path.is_file() else None
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
-        raise CheckpointError(f"{path}: max_seq_length is {length!r:.80}, expected an integer of at least 2")
-    return length
+def with_ends(values: dict[str, Any], names: Collection[str], directory: Path) -> tuple[dict[str, Any], bool]:
+    """Return the values of config.json, and whether the checkpoint has the head of a decoder or one that is tied to its
+    table. Where a model of vectors has none, which its files or its class (`MistralModel`) show, or one of classes,
+    whose head is `score`, the values tie one."""
+    kind, form = find(values["model_type"]).Model, class_form(values)
+    if form is not None and not form.tokens and not kind.both_ways:
+        return values | {"tie_word_embeddings": True}, True
+    if values.get("tie_word_embeddings", getattr(kind, "default_tied", True)):
+        return values, True
+    stated = values.get("architectures")
+    is_bare = (directory / "modules.json").is_file() or any(str(name).endswith("Model") for name in stated or ())
+    if not is_bare or any(name.startswith("lm_head.") for name in names):
+        return values, True
+    return values | {"tie_word_embeddings": True}, False
 
 
 def pooled_form(model: Model, config: ModelConfig, sentences: SentenceFiles) -> tuple[Pooling, Classes | None]:
     """Return the kind of vectors that a model has where a request names none, and the classes of a classifier. Raises
     `CheckpointError`."""
     head = getattr(model, "classifier", None)
-    if head is None:
+    if head is None or sentences.layers:
         return sentences.pooling or ("mean" if model.both_ways else ""), None
     names = labels(config)
     activation, second_type = _activation(config.values, len(names)), getattr(model, "second_type", 0)

@@ -31,8 +31,9 @@ from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.class_heads import class_form, with_class_head
-from headrace.engine.library.encoders import SentenceFiles, for_encoder, pooled_form, read_sentence_files
+from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form, with_ends
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
+from headrace.engine.library.sentence_files import read_sentence_files
 from headrace.engine.library.stages import stage_maker
 from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
@@ -119,7 +120,8 @@ def _build_runner(
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
-    sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
+    sentences = read_sentence_files(directory)
+    add_layers(model, sentences)
     if model.both_ways:
         config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
@@ -189,7 +191,7 @@ def _build_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
-        hidden_size=model.hidden_size,
+        hidden_size=sentences.width(model.hidden_size),
         scheduling_policy=config.policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,
@@ -200,10 +202,11 @@ def _build_runner(
         version=__version__,
         weight_bytes=weight_bytes,
         kv_token_bytes=token_bytes(backend, model, config.block_size, kv_dtype),
-        generates=not model.both_ways and classes is None,
+        generates=not model.both_ways and model.has_head and classes is None,
         whole_texts=model.both_ways,
         pooling=pooling,
         classes=classes,
+        vectors=sentences.form,
     )
     return runner, info
 
@@ -291,13 +294,12 @@ def _load_safetensors(
 ) -> tuple[Backend, models.Model, ModelConfig]:
     values = overridden(read_config(directory, [*models.names(), *models.encoder_names()]), config.hf_overrides)
     checkpoint = MappedCheckpoint(directory)
+    values, has_head = with_ends(values, checkpoint.names, directory)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     config = as_stored(config, find_method(values.get("quantization_config")), backend.schemes)
     if config.quantization == DEQUANTIZE and values.get("quantization_config") is not None:
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module, form = models.find(values["model_type"]), class_form(values)
-    if form is not None and not form.tokens and not module.Model.both_ways:
-        values |= {"tie_word_embeddings": True}  # the files have no output head
     model_config = ModelConfig(values)
     max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
@@ -313,10 +315,10 @@ def _load_safetensors(
         return SafetensorsWeights(Checkpoint(directory), backend, stored, loading, spare)
 
     build = with_class_head(maker(config, module, model_config, backend, max_model_len, seat), form, config)
-    in_parts = seat is not None
-    save, verify = config.save_packed, config.verify_packed
+    in_parts, save, verify = seat is not None, config.save_packed, config.verify_packed
     packing = Packing(checkpoint, backend, quantization, progress, max_model_len, save, in_parts, verify)
     model = _weighted(config, build, read, packing)
+    model.has_head = has_head
     if seat is None:  # a rank may have layers that do not read all
         log_unread(model_config.values, model.unread)
     return backend, model, model_config

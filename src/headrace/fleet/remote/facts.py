@@ -59,6 +59,9 @@ def check(loaded: Loaded) -> None:
     for name, adapter in info.adapters.items():
         if max(map(len, (name, adapter.digest, adapter.base, adapter.path))) > MAX_LETTERS:
             raise _refusal("info.adapters", name[:20] + "...", f"of at most {MAX_LETTERS} letters")
+    for each in (text for pair in info.vectors.prompts.items() for text in pair):
+        if len(each) > MAX_LETTERS:
+            raise _refusal("info.vectors.prompts", each[:20] + "...", f"of at most {MAX_LETTERS} letters")
     for label in info.classes.labels if info.classes is not None else ():
         if len(label) > MAX_LETTERS:
             raise _refusal("info.classes", label[:20] + "...", f"of at most {MAX_LETTERS} letters")
@@ -77,6 +80,9 @@ def _more(info: EngineInfo) -> Iterator[tuple[str, float, Range]]:
     if info.classes is not None:
         yield "the length of info.classes", len(info.classes.labels), Range(1, 2**16)
         yield "info.classes.second_type", info.classes.second_type, Range(0, info.vocab_size)
+    yield "the length of info.vectors.prompts", len(info.vectors.prompts), Range(0, 1024)
+    yield "info.vectors.dimensions", info.vectors.dimensions or 1, Range(1, max(1, info.hidden_size))
+    yield "info.vectors.exponent", info.vectors.exponent, Range(0, 1)
     yield "the length of info.kinds", len(info.kinds), Range(1, MAX_KINDS)
     yield from (("info.kinds.window", kind.window, Range(0, 2**30)) for kind in info.kinds)
     yield "the length of info.more_blocks", len(info.more_blocks), Range(0, len(info.kinds) - 1)

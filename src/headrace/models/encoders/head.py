@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,6 @@ from headrace.protocol.step import Pooling
 
 if TYPE_CHECKING:
     from headrace.models.config import ModelConfig
-    from headrace.models.weights import Weights
 
 F64 = NDArray[np.float64]
 
@@ -32,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[F64], F64]] = {
     "tanh": lambda x: np.array([math.tanh(each) for each in x.tolist()]),
     "relu": lambda x: np.maximum(x, 0.0),
     "gelu": _gelu,
+    "sigmoid": lambda x: 1.0 / (1.0 + np.array([math.exp(min(-each, 700.0)) for each in x.tolist()])),
     "silu": lambda x: x / (1.0 + np.array([math.exp(min(-each, 700.0)) for each in x.tolist()])),
 }
 
@@ -86,7 +87,8 @@ class Dense(NamedTuple):
         return x if self.norm is None else self.norm(x)
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True)
+class Head:
     """Dense layers, the last of which has an output for each class. pooling: the kind of vector that they read."""
 
     layers: tuple[Dense, ...]
@@ -99,7 +101,13 @@ class Head(NamedTuple):
         return pooled
 
 
-def dense(weights: Weights, name: str, shape: tuple[int, int], activation: str = "", *, bias: bool = True) -> Dense:
+class Numbers(Protocol):
+    """Tensors by name, as `Weights` has them."""
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]: ...
+
+
+def dense(weights: Numbers, name: str, shape: tuple[int, int], activation: str = "", *, bias: bool = True) -> Dense:
     """Read the dense layer `name` [out, in]. Raises `CheckpointError`."""
     if activation not in ACTIVATIONS:
         known = ", ".join(filter(None, ACTIVATIONS))

@@ -14,7 +14,7 @@ from headrace.protocol import bounds
 from headrace.protocol.step import Pooling
 from headrace.text.inputs import Prompt, RequestOptions
 from headrace.text.outputs import RequestState
-from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished
+from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, prompted
 
 
 class Vectors(NamedTuple):
@@ -31,17 +31,19 @@ class Vectors(NamedTuple):
 
 
 class VectorOptions(NamedTuple):
-    """The options of a call about its vectors and prompts. adapter: the digest of the one that computes them.
-    instruction: of a reranker whose pairs have one."""
+    """The options of a call about its vectors and prompts. normalize: None as the model's files have it. adapter: the
+    digest of the one that computes them. prompt_name: as in `text.vectors.prompted`. instruction: of a reranker whose
+    pairs have one."""
 
     pooling: str | None = None
     dimensions: int | None = None
-    normalize: bool = True
+    normalize: bool | None = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    prompt_name: str | None = None
     instruction: str = ""
 
 
@@ -52,13 +54,12 @@ async def vectors(
     field: str = "input",
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
-    kind = check_form(options.pooling, options.dimensions, front.info)
-    prompts = await prompt_list(front, texts, options, field)
-    states = await pooled(front, prompts, kind, options)
+    form = check_form(options.pooling, options.dimensions, options.normalize, front.info)
+    prompts = await prompt_list(front, prompted(texts, options.prompt_name, front.info), options, field)
+    states = await pooled(front, prompts, form.pooling, options)
 
     def finish() -> list[list[float]]:
-        pairs = zip(states, prompts, strict=True)
-        return [finished(state.pooled, kind, len(ids), options.dimensions, options.normalize) for state, ids in pairs]
+        return [finished(state.pooled, len(ids), form) for state, ids in zip(states, prompts, strict=True)]
 
     rows = await off_loop(sum(len(state.pooled) for state in states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in states])

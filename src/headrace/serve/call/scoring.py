@@ -85,6 +85,8 @@ async def scores(
     if check_reranker(front.info) is None:
         if options.instruction:
             raise RequestError("instruction", options.instruction, "left out: this model has no pairs with one")
+        # Texts are compared by their angle, unless the model's files name the dot product.
+        options = options._replace(normalize=front.info.vectors.cosine or None)
         first = await vectors(front, firsts, options, fields.first)
         second = await vectors(front, seconds, options, fields.second)
         rows = first.rows * len(seconds) if len(firsts) == 1 else first.rows

@@ -17,7 +17,7 @@ from tests.support.server import HTTP, Live, child, inproc
 from headrace.insight.simulated import HIDDEN_SIZE
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.vectors import finished
+from headrace.text.vectors import Form, finished
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_floats_and_base64_are_the_same_numbers(live: Live) -> None:
 def test_dimensions_cut_and_make_one_long_again(live: Live) -> None:
     whole = live.post("/v1/embeddings", {"input": "x", "normalize": False}).json()["data"][0]["embedding"]
     cut = live.post("/v1/embeddings", {"input": "x", "dimensions": 3}).json()["data"][0]["embedding"]
-    assert cut == finished(whole, "last", 1, dimensions=3)
+    assert cut == finished(whole, 1, Form("last", dimensions=3))
     assert len(cut) == 3
     assert math.isclose(math.hypot(*cut), 1, rel_tol=1e-6)
     assert math.hypot(*whole) > 1.1

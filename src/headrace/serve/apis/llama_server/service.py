@@ -39,6 +39,7 @@ from headrace.serve.call.schema import TokenizeRequest
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import CallError
 from headrace.text.tokenizer import Tokenizer
+from headrace.text.vectors import prompted
 
 OWN = SamplingFields.own_defaults(LLAMA_SERVER)
 TOKEN_ID = re.compile("-?[0-9]{1,20}")
@@ -188,7 +189,12 @@ class LlamaServer:
         self.model.check_model(request.model)
         if request.embd_normalize not in (None, -1, 2):
             raise RequestError("embd_normalize", request.embd_normalize, "2 (length 1) or -1 (as they are)")
-        prompts = await self._prompts(request.content, "content")
+        info, content = self.model.front.info, request.content
+        if info.vectors.prompt_name:
+            several = content if are_many(content) else [content]
+            texts = [text_in(each, "content") if isinstance(each, dict) else each for each in several]
+            content = prompted(texts, None, info)
+        prompts = await self._prompts(content, "content")
         with spelled({"prompt": "content"}):
             adapter = self.model.adapter(request.model)
             options = VectorOptions(normalize=request.embd_normalize != -1, adapter=adapter)

@@ -23,7 +23,7 @@ from headrace.serve.call.schema import check_labels
 from headrace.serve.call.scoring import class_rows
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
-from headrace.text.vectors import packed
+from headrace.text.vectors import packed, prompt_name
 
 
 class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
@@ -36,6 +36,8 @@ class EmbeddingRequest(Body, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
     pooling: str | None = None
     normalize: bool | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
@@ -143,7 +145,8 @@ class Embeddings:
         options = VectorOptions(
             pooling=request.pooling,
             dimensions=request.dimensions,
-            normalize=request.normalize is not False,
+            normalize=request.normalize,
+            prompt_name=prompt_name(request.prompt_name, request.input_type, self.model.front.info),
             add_special_tokens=request.add_special_tokens is not False,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
             priority=request.priority or 0,

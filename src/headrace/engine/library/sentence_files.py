@@ -1,0 +1,193 @@
+"""The files that sentence-transformers keeps beside a model: how the rows of a text become its vector, and the prompts
+that are put before texts.
+
+Called by `load`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace import foreign, gguf
+from headrace.checkpoint.gguf_encoders import layers_behind
+from headrace.checkpoint.mapped import MappedCheckpoint
+from headrace.models.encoders.head import Dense, dense
+from headrace.protocol.errors import CheckpointError
+from headrace.protocol.step import Pooling, VectorForm
+
+KINDS: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "mean_sqrt_len_tokens": "mean"}
+"""Kinds of pooling by sentence-transformers' names. Older files have a flag for each kind."""
+FLAGS = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "lasttoken",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
+}
+LAYER_ACTIVATIONS = {
+    "identity": "",
+    "tanh": "tanh",
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "sigmoid": "sigmoid",
+}
+"""Activations of a Dense layer by the last part of torch's name."""
+MAX_WIDTH = 2**16
+MAX_PROMPTS = 1000
+NO_FORM = VectorForm()
+
+
+class SentenceFiles(NamedTuple):
+    """pooling: "" where the files name none. max_length: the most tokens of a text; None for the model's own. layers:
+    behind the pooling."""
+
+    pooling: Pooling = ""
+    max_length: int | None = None
+    layers: tuple[Dense, ...] = ()
+    form: VectorForm = NO_FORM
+
+    def width(self, hidden_size: int) -> int:
+        """Return the count of numbers in a vector of a model with rows of `hidden_size`."""
+        return len(self.layers[-1].weight) if self.layers else hidden_size
+
+
+def read_sentence_files(directory: Path) -> SentenceFiles:
+    """Read modules.json, the modules' config.json, sentence_bert_config.json and config_sentence_transformers.json, as
+    far as they are there, or the kind of pooling of a GGUF file. Raises `CheckpointError` for settings that would give
+    other vectors here."""
+    if directory.is_file():
+        file = gguf.read(directory)
+        layers_of_file = layers_behind(file)
+        gguf_form = VectorForm(exponent=0.0) if layers_of_file else NO_FORM
+        return SentenceFiles(_gguf_pooling(file), layers=layers_of_file, form=gguf_form)
+    if not (directory / "modules.json").is_file():
+        return SentenceFiles(form=_form(directory))
+    pooling: Pooling = ""
+    exponent, with_prompt, normalize = 1.0, True, False
+    layers: list[Dense] = []
+    for module in _modules(directory):
+        kind = str(module.get("type", "")).rpartition(".")[2]
+        folder = _folder(directory, module)
+        if kind == "Pooling" and not pooling and not normalize:
+            pooling, exponent, with_prompt = _pooling(folder / "config.json")
+        elif kind == "Dense" and pooling and not normalize:
+            layers.append(_dense(folder, len(layers[-1].weight) if layers else None))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind not in ("Transformer", "Dropout"):
+            raise CheckpointError(
+                f"{directory / 'modules.json'}: a module {kind:.80}, expected Transformer, Pooling, Dense and "
+                "Normalize in this order: without it the vectors would be others"
+            )
+    if layers and exponent != 1.0:
+        raise CheckpointError(
+            f"{directory / 'modules.json'}: a module Dense behind the pooling mean_sqrt_len_tokens, expected cls, mean "
+            "or lasttoken"
+        )
+    form = _form(directory, normalize, 0.0 if layers else exponent)
+    if not with_prompt and pooling == "mean" and any(form.prompts.values()):
+        raise CheckpointError(
+            f"{directory / 'modules.json'}: the pooling has include_prompt false, expected true where the files have "
+            "prompts: the rows of a prompt are part of the mean here"
+        )
+    return SentenceFiles(pooling, _max_length(directory), tuple(layers), form)
+
+
+def _gguf_pooling(file: gguf.GGUF) -> Pooling:
+    """Return the pooling by llama.cpp's number: none, mean, cls, last, or 4 for a reranker's score."""
+    key = f"{file.text('general.architecture')}.pooling_type"
+    number = file.integer(key, 0, 4) or 0
+    if number == 4 and "bert" in key:
+        raise file.fault(key, number, "from 0 to 3: a reranker's score is not computed from a GGUF file")
+    kinds: tuple[Pooling, ...] = ("", "mean", "cls", "last", "")
+    return kinds[number]
+
+
+def _modules(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "modules.json"
+    data = foreign.read_bytes(path, foreign.TABLE.num_bytes)
+    modules = foreign.parse_object(b'{"modules":' + data + b"}", path, foreign.TABLE)["modules"]
+    if not isinstance(modules, list) or not all(isinstance(each, dict) for each in modules):
+        raise CheckpointError(f"{path}: expected a list of objects")
+    return modules
+
+
+def _folder(directory: Path, module: dict[str, Any]) -> Path:
+    folder = str(module.get("path", ""))
+    if Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise CheckpointError(f"{directory / 'modules.json'}: path {folder:.80}, expected a folder beside the file")
+    return directory / folder
+
+
+def _pooling(path: Path) -> tuple[Pooling, float, bool]:
+    """Return the kind of pooling, the power of a text's length that its sum is divided by, and whether the rows of a
+    prompt take part."""
+    values = foreign.read_object(path, foreign.TABLE)
+    flags = [name for flag, name in FLAGS.items() if values.get(f"pooling_mode_{flag}") is True]
+    named = values.get("pooling_mode", flags[0] if len(flags) == 1 else flags)
+    if not isinstance(named, str) or named not in KINDS:
+        raise CheckpointError(f"{path}: pooling_mode is {named!r:.80}, expected one of {', '.join(map(str, KINDS))}")
+    return KINDS[named], 0.5 if named == "mean_sqrt_len_tokens" else 1.0, values.get("include_prompt") is not False
+
+
+def _dense(folder: Path, width: int | None) -> Dense:
+    """Read a layer behind the pooling. width: of the layer before it."""
+    path = folder / "config.json"
+    values = foreign.read_object(path, foreign.TABLE)
+    ins, outs = (_size(path, values, key) for key in ("in_features", "out_features"))
+    if width not in (None, ins):
+        raise CheckpointError(f"{path}: in_features is {ins}, expected {width}, the width of the layer before it")
+    for key, usual in (("module_input_name", "sentence_embedding"), ("module_output_name", "sentence_embedding")):
+        if values.get(key) not in (None, usual):
+            raise CheckpointError(f"{path}: {key} is {values[key]!r:.80}, expected {usual}")
+    if values.get("use_residual"):
+        raise CheckpointError(f"{path}: use_residual is set, expected false: that sum is not computed here")
+    module, _, name = str(values.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")
+    if not module.startswith("torch.nn") or name.lower() not in LAYER_ACTIVATIONS:
+        raise CheckpointError(
+            f"{path}: activation_function is {values['activation_function']!r:.80}, expected torch's "
+            f"{', '.join(LAYER_ACTIVATIONS)}"
+        )
+    activation, bias = LAYER_ACTIVATIONS[name.lower()], bool(values.get("bias", True))
+    return dense(MappedCheckpoint(folder), "linear", (outs, ins), activation, bias=bias)
+
+
+def _size(path: Path, values: dict[str, Any], key: str) -> int:
+    size = values.get(key)
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MAX_WIDTH:
+        raise CheckpointError(f"{path}: {key} is {size!r:.80}, expected an integer from 1 to {MAX_WIDTH}")
+    return size
+
+
+def _max_length(directory: Path) -> int | None:
+    path = directory / "sentence_bert_config.json"
+    length = foreign.read_object(path, foreign.TABLE).get("max_seq_length") if path.is_file() else None
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 2):
+        raise CheckpointError(f"{path}: max_seq_length is {length!r:.80}, expected an integer of at least 2")
+    return length
+
+
+def _form(directory: Path, normalize: bool = True, exponent: float = 1.0) -> VectorForm:
+    path = directory / "config_sentence_transformers.json"
+    values = foreign.read_object(path, foreign.TABLE) if path.is_file() else {}
+    prompts = values.get("prompts") or {}
+    if not isinstance(prompts, dict) or len(prompts) > MAX_PROMPTS:
+        raise CheckpointError(f"{path}: prompts is no object with at most {MAX_PROMPTS} texts by name")
+    prompts = {name: "" if text is None else text for name, text in prompts.items()}
+    for name, text in prompts.items():
+        if not isinstance(text, str) or len(text) > MAX_WIDTH:
+            raise CheckpointError(f"{path}: the prompt {name:.80} is no text of at most {MAX_WIDTH} characters")
+    default = values.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        known = ", ".join(prompts) or "none: there are no prompts"
+        raise CheckpointError(f"{path}: default_prompt_name is {default!r:.80}, expected one of {known:.1000}")
+    likeness = values.get("similarity_fn_name") or "cosine"
+    if likeness not in ("cosine", "dot", "dot_score"):
+        raise CheckpointError(
+            f"{path}: similarity_fn_name is {likeness!r:.80}, expected cosine or dot: other likenesses are not computed"
+        )
+    cut = None if values.get("truncate_dim") is None else _size(path, values, "truncate_dim")
+    return VectorForm(prompts, default or "", normalize, likeness == "cosine", cut, exponent)
