@@ -44,7 +44,7 @@ VLLM_LINES = [
     "--trust-remote-code", "--enforce-eager", "--nnodes=1",
     "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
     "--disable-log-requests", "--disable-log-stats", "--enable-log-requests", "--max-seq-len-to-capture 8192",
-    "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--model-impl auto", "--runner generate",
+    "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--runner generate",
     "--task generate", "--limit-mm-per-prompt image=0", "--structured-outputs-config {}", "-O 3",
     "--compilation-config {}", "--guided-decoding-backend xgrammar", "--stream-interval 1",
     "--enable-prompt-tokens-details", "--response-role assistant", "--chat-template-content-format auto",

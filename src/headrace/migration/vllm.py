@@ -6,7 +6,7 @@ docs/from-vllm.md is written from this table. Read by `headrace.other_engines`.
 from __future__ import annotations
 
 from headrace.migration import settings
-from headrace.migration.settings import ROPE, SPECULATION, VLLM, Setting
+from headrace.migration.settings import ROPE, SPECULATION, VLLM, RefusedError, Setting
 
 _done, _no_effect, _switch, _refused = settings.makers(VLLM)
 ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
@@ -33,6 +33,12 @@ def _same(text: str) -> str:
 
 
 def _advice(text: str) -> str:
+    return "headrace" if text == "vllm" else text
+
+
+def _impl(text: str) -> str:
+    if text == "terratorch":
+        raise RefusedError("auto, headrace or transformers")
     return "headrace" if text == "vllm" else text
 
 
@@ -91,7 +97,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--safetensors-load-strategy --max-parallel-loading-workers", _READ),
     _switch("--use-tqdm-on-load", "a bar is drawn where stderr is a terminal"),
     _no_effect("--tokenizer-mode", "the tokenizer is read from its files; the chat template writes the chats"),
-    _no_effect("--model-impl", "headrace has models of its own"),
+    _done("--model-impl", "model_impl", convert=_impl, why="vllm is headrace"),
     _no_effect("--runner", "one server generates and embeds", "auto", "generate", "pooling"),
     _no_effect("--task", "one server generates and embeds", "auto", "generate", "embed", "embedding", "score"),
     _no_effect("--convert", "one server generates and embeds", "auto", "none", "embed"),

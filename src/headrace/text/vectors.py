@@ -114,10 +114,12 @@ def activated(numbers: Sequence[float], activation: Activation) -> list[float]:
     return array("f", numbers).tolist()
 
 
-def check_classes(info: EngineInfo, wanted: str) -> Classes:
+def check_classes(info: EngineInfo, purpose: str) -> Classes:
     """Return the classes of a classifier. Raises `RequestError` for a model without any."""
     if info.classes is None:
-        raise RequestError("model", info.model, f"a classifier, since {wanted} is asked for; this model has no classes")
+        raise RequestError(
+            "model", info.model, f"a classifier, since {purpose} is asked for; this model has no classes"
+        )
     return info.classes
 
 

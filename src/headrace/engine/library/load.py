@@ -29,6 +29,7 @@ from headrace.checkpoint.strays import prediction_layers
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
+from headrace.engine.library import by_transformers
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.encoders import SentenceFiles, for_encoder, pooled_form, read_sentence_files
 from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
@@ -119,9 +120,10 @@ def _build_runner(
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
     sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
+    most = model.max_positions(model_config)
     if model.both_ways:
-        config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+        config = for_encoder(config, choose_max_model_len(None, most, directory), sentences)
+    max_model_len = choose_max_model_len(config.max_model_len, most, directory)
     text = SampleText(lambda: sample.mark(directory), lambda: sample.token_ids(directory)[:max_model_len])
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
@@ -281,6 +283,8 @@ def load_model(
     weights. Raises `CheckpointError`, which names the directory or the file, or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
     with naming(directory):
+        if by_transformers.reason(config, directory):
+            return by_transformers.load(config, directory, progress, seat is not None)
         return load(config, directory, progress, seat)
 
 
@@ -295,7 +299,7 @@ def _load_safetensors(
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module = models.find(values["model_type"])
     model_config = ModelConfig(values)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+    max_model_len = choose_max_model_len(config.max_model_len, module.Model.max_positions(model_config), directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
     schemes = None if quantization is None else parse(quantization)
 
@@ -380,8 +384,8 @@ def _load_gguf(
     reading = reading._replace(values=overridden(reading.values, config.hf_overrides))
     model_config = ModelConfig(reading.values)
     backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, path)
     module = models.find(reading.values["model_type"])
+    max_model_len = choose_max_model_len(config.max_model_len, module.Model.max_positions(model_config), path)
 
     def read(writer: PackedWriter | None) -> Reader:
         from headrace.checkpoint.gguf_source import GGUFWeights
@@ -483,10 +487,9 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
     return kv_dtype
 
 
-def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
-    """`requested`, or all that the model has. A larger `requested` is lowered for a GGUF file, as in llama-server, and
-    raises `RequestError` for a directory, as in vLLM."""
-    most: int = models.find(model_config.values["model_type"]).Model.max_positions(model_config)
+def choose_max_model_len(requested: int | None, most: int, path: Path) -> int:
+    """`requested`, or `most`, all that the model has. A larger `requested` is lowered for a GGUF file, as in
+    llama-server, and raises `RequestError` for a directory, as in vLLM."""
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
     if requested is not None and requested > most and not path.is_file():
