@@ -69,7 +69,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--ngram-prompt-lookup-min", f"{SPECULATION}.prompt_lookup_min", convert=settings.whole),
     _no_effect("--load-format", _READ, convert=_with_weights),
     _no_effect("--speculative-draft-tensor-parallel-size -spec-draft-tp", "see --speculative-config"),
-    _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
+    _switch("--trust-remote-code", "code from a checkpoint is never run; see --model-impl"),
     _no_effect("--code-revision", "code from a checkpoint is never run"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
     _no_effect("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp", ONE_RANK),

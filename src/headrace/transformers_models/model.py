@@ -58,6 +58,9 @@ class Model(models.Model):
                 self._verify(expected)
         except UnknownMemoryError as error:
             raise CheckpointError(f"{self._name} cannot run token by token: {error}") from error
+        except Exception as error:
+            name = type(error).__name__
+            raise CheckpointError(f"{self._name} fails on a trial of {NUM_TRIED} tokens: {name}: {error}") from error
 
     def max_positions(self, config: ModelConfig) -> int:  # type: ignore[override]
         """The context by transformers' own config."""
