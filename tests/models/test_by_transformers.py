@@ -16,6 +16,7 @@ from tests.support.harness import RandomModels
 
 from headrace import transformers_models
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.transformers_models import pieces
 from headrace.transformers_models.memory import Plan, UnknownMemoryError, leaves
 
 TYPES = ("gpt_neox", "bloom", "mpt", "rwkv", "mamba")
@@ -95,6 +96,16 @@ def test_settings_that_the_path_lacks_are_refused(neox: Path, changes: dict[str,
     with pytest.raises(RequestError, match=words) as caught:
         open_llm(neox, **changes)
     assert field in str(caught.value)
+
+
+def test_threads_change_no_bit(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the tiny model are cut, as those of a large one are."""
+    monkeypatch.setattr(pieces, "PIECE", 1024)
+    texts, rows = prompts(199), []
+    for num_threads in (1, 2):
+        with closing(open_llm(neox, num_threads=num_threads)) as llm:
+            rows.append(scores(llm, texts))
+    assert rows[0] == rows[1]
 
 
 def test_speculation_by_tokens_changes_nothing(neox: Path) -> None:

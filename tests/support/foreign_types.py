@@ -40,14 +40,31 @@ SIZES: dict[str, Any] = {
     "n_ctx": 256, "max_seq_len": 256, "max_target_positions": 256, "max_source_positions": 64, "context_length": 256,
     "seq_length": 256, "sliding_window": 12, "attention_window_size": 12, "lru_width": 64, "state_size": 8,
     "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_num_heads": 4, "mamba_head_dim": 32,
-    "mamba_n_groups": 1, "mamba_dt_rank": 4, "time_step_rank": 4, "n_mamba_heads": 2, "index_n_heads": 2,
+    "mamba_n_groups": 1, "mamba_dt_rank": 4, "time_step_rank": 4, "n_mamba_heads": 2, "index_n_heads": 16,
     "index_head_dim": 16, "index_topk": 8, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "is_decoder": True,
     "type_vocab_size": 1, "attention_dropout": 0.0, "layer_types": None, "first_k_dense_replace": 1,
 }  # fmt: skip
 """Small values of the fields that configs have for sizes."""
-CHANGES: dict[str, dict[str, Any]] = {}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": LINEAR,
+    "bamba": {"attn_layer_indices": [1]},
+    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 12},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": LINEAR,
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "qwen4_exp_text": LINEAR,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 6},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
+}
 """Values of single types beside or in place of them."""
-OMITTED: dict[str, str] = {}
+OMITTED: dict[str, str] = {"dbrx": "attn_config ffn_config"}
 """Fields of `SIZES` that a type must have by default."""
 TOLERANCE = 1e-4
 LENGTHS = (37, 11)
@@ -98,7 +115,9 @@ def _small(kind: Any, omitted: list[str], changes: dict[str, Any]) -> dict[str, 
 def save_tiny(model_type: str, directory: Path) -> Any:
     """Write a checkpoint with random weights (logits of about unit size). Return the model as transformers loads it."""
     kind: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
-    config = tiny_config(model_type)
+    whole = config = tiny_config(model_type)
+    if kind.config_class is not type(whole) and kind.config_class is whole.sub_configs.get("text_config"):
+        config = whole.get_text_config()
     with torch.device("meta"):
         num = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
     if num > 50e6:
@@ -115,7 +134,9 @@ def save_tiny(model_type: str, directory: Path) -> Any:
             else:
                 parameter.copy_(parameter + 0.1 * noise)
     model.save_pretrained(directory)
-    return kind.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
+    if whole is not config:
+        whole.save_pretrained(directory)
+    return kind.from_pretrained(directory, config=config, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

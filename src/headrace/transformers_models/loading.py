@@ -30,6 +30,7 @@ from headrace.quant.schemes import Quantization
 from headrace.transformers_models import REFUSED, classes
 from headrace.transformers_models.matrices import quantise
 from headrace.transformers_models.model import Model
+from headrace.transformers_models.pieces import Team
 
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 """Names of a model's context in configs."""
@@ -61,7 +62,7 @@ def load(
     before = their_logging.get_verbosity()
     their_logging.set_verbosity(logging.ERROR)
     try:
-        config = _config(values)
+        config = _config(values, kind)
         _check_size(kind, config, tensors)
         progress(0, len(tensors))
         theirs, report = kind.from_pretrained(
@@ -83,7 +84,10 @@ def load(
     backend.ops.weight_bytes += sum(p.numel() * p.element_size() for p in theirs.parameters())
     if quantization is not None:
         quantise(theirs, backend, quantization)
-    return Model(theirs, backend.ops, context_of(config))
+    team = Team()
+    if backend.ops.device.type == "cpu":
+        team.cut(theirs)
+    return Model(theirs, backend.ops, context_of(config), team)
 
 
 def _forbid_hub_kernels() -> None:
@@ -106,13 +110,15 @@ def context_of(config: Any) -> int:
     return min([length for length in lengths if isinstance(length, int) and length > 0], default=UNBOUNDED)
 
 
-def _config(values: dict[str, Any]) -> Any:
-    """Return transformers' config of a config.json."""
+def _config(values: dict[str, Any], model: Any) -> Any:
+    """Return transformers' config of a config.json: that of its text, where the class `model` takes that alone."""
     for name, value in values.items():
         if "layers" in name and isinstance(value, int) and value > MAX_LAYERS:
             raise CheckpointError(f"config.json: {name} is {value}, expected at most {MAX_LAYERS}")
     kind = CONFIG_MAPPING[values["model_type"]]
     config = kind.from_dict(_plain(values))
+    if model.config_class is not kind and model.config_class is kind.sub_configs.get("text_config"):
+        config = config.get_text_config()
     config._attn_implementation, config._experts_implementation = "eager", "eager"
     return config
 

@@ -1,9 +1,9 @@
 """`Model`: a causal model of transformers as the engine's model, one row at a time.
 
-Each row is a forward pass of its own: one token, its sequence's memory, one thread. Rows never meet in an operator, so
-the bits of a row depend on its sequence alone, whatever operators the model uses. It is the slow path, for models that
-headrace has no file for. Knows torch_ref's batch and caches; must not know requests. Made by `loading`, called by
-`backends.torch_ref.program`.
+Each row is a forward pass of its own: one token, its sequence's memory, one thread for each operator. Rows never meet
+in an operator, so the bits of a row depend on its sequence alone, whatever operators the model uses. It is the slow
+path, for models that headrace has no file for. Knows torch_ref's batch and caches; must not know requests. Made by
+`loading`, called by `backends.torch_ref.program`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headrace.backends.step import Chunks, num_block_kinds
 from headrace.backends.torch_ref.batch import ForwardBatch, make_forward_batch
 from headrace.backends.torch_ref.cache import make_caches
 from headrace.backends.torch_ref.ops import RefOps
-from headrace.backends.torch_ref.rowwise import one_thread
 from headrace.models.config import ModelConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.kinds import CacheKind
 from headrace.transformers_models.memory import Plan, UnknownMemoryError, part_at, replaced
+from headrace.transformers_models.pieces import Team
 
 MEMORIES = ("past_key_values", "cache_params", "state")
 """Names of a model's memory, in its output as among its arguments."""
@@ -40,9 +40,9 @@ class Model(models.Model):
     """`theirs`: a causal model of transformers with its weights. Raises `CheckpointError` for one that computes
     something else token by token than at once, or that keeps anything outside of its memory."""
 
-    def __init__(self, theirs: Any, ops: RefOps, context: int) -> None:
+    def __init__(self, theirs: Any, ops: RefOps, context: int, team: Team) -> None:
         self.ops: Any = ops
-        self._theirs, self._context = theirs, context
+        self._theirs, self._context, self._team = theirs, context, team
         self._name = type(theirs).__name__
         head = theirs.get_output_embeddings()
         if head is None:
@@ -53,7 +53,7 @@ class Model(models.Model):
         self._is_read, self._seen = True, torch.empty(0)
         self._logits: dict[int, Tensor] = {}
         try:
-            with torch.inference_mode(), one_thread():
+            with torch.inference_mode(), team.working():
                 expected = self._learn()
                 self._verify(expected)
         except UnknownMemoryError as error:
@@ -87,7 +87,7 @@ class Model(models.Model):
         for row, slot in zip(*(rows.copies.tolist() if rows.copies is not None else ((), ())), strict=True):
             copies.setdefault(row, []).append(slot)
         token_ids, slots = rows.token_ids.tolist(), rows.slot_mapping[0].tolist()
-        with one_thread():
+        with self._team.working():
             for chunk, length in enumerate(rows.lens):
                 memory = self._resumed(chunk, rows, kv)
                 for row in range(len(hidden), len(hidden) + length):
