@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import multiprocessing
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +36,39 @@ from headrace import models
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "bench" / "results" / "foreign.json"
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Types begin with what they share imported already."""
 MAX_BYTES = 9 * 2**30
 TIMEOUT_S = 300
 
 
-def child(model_type: str) -> None:
-    """Check a type and print a line of JSON."""
+def child(model_type: str, answer: Connection) -> None:
+    """Check a type and send a line of JSON."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(check(model_type, Path(folder))), flush=True)
+        answer.send_bytes(json.dumps(check(model_type, Path(folder))).encode())
 
 
 def outcome_of(model_type: str) -> Outcome:
     """The outcome of a type, from a process of its own. One that ends early is an outcome too."""
-    command = [sys.executable, "-m", "tests.campaigns.foreign", "--child", model_type]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    parent, end = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=child, args=(model_type, end))
+    process.start()
+    end.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return Outcome(model_type, "failed", f"no end after {TIMEOUT_S} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith('["')]
-    if not lines:
-        return Outcome(model_type, "failed", f"status {done.returncode}: {done.stderr[-300:]}")
-    return Outcome(*json.loads(lines[-1]))
+        if not parent.poll(TIMEOUT_S):
+            return Outcome(model_type, "failed", f"no end after {TIMEOUT_S} s")
+        outcome = Outcome(*json.loads(parent.recv_bytes()))
+        process.join(10)
+        return outcome
+    except EOFError:
+        process.join()
+        return Outcome(model_type, "failed", f"status {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
@@ -86,11 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     options.add_argument("types", nargs="*", metavar="TYPE", help="default: all")
     options.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="types at a time (default: %(default)s)")
-    options.add_argument("--child", help=argparse.SUPPRESS)
     chosen = options.parse_args(arguments)
-    if chosen.child:
-        child(chosen.child)
-        return 0
+    CONTEXT.set_forkserver_preload(["tests.campaigns.foreign", "headrace.transformers_models.loading"])
     start = time.monotonic()
     with ThreadPoolExecutor(chosen.jobs) as pool:
         outcomes = list(pool.map(outcome_of, chosen.types or types()))

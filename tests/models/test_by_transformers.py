@@ -169,6 +169,12 @@ def test_a_type_without_a_memory_is_refused_with_the_reason(tmp_path: Path) -> N
         open_llm(tmp_path)
 
 
+def test_a_type_that_cannot_run_is_refused_by_name(tmp_path: Path) -> None:
+    assert check("reformer", tmp_path) == foreign_types.Outcome(
+        "reformer", "refused", f"model_type reformer cannot run here: {transformers_models.REFUSED['reformer']}"
+    )
+
+
 def test_pickled_weights_are_refused(neox: Path, tmp_path: Path) -> None:
     directory = changed(neox, tmp_path / "m")
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
 import math
 from contextlib import closing
@@ -20,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as their_logging
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, SamplingParams, transformers_models
 from headrace.protocol.errors import HeadraceError
 
 SIZES: dict[str, Any] = {
@@ -56,7 +57,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "qwen4_exp_text": LINEAR,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 6},
@@ -107,8 +107,12 @@ def _small(kind: Any, omitted: list[str], changes: dict[str, Any]) -> dict[str, 
     if "kv_lora_rank" in names:  # each head has keys of its own, made from the latent vector
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, inner in getattr(kind, "sub_configs", {}).items():
-        if hasattr(inner, "model_type") and name not in omitted and dataclasses.is_dataclass(inner):
-            values[name] = _small(inner, omitted, changes.get(name, {}))
+        if name in omitted:
+            continue
+        if not dataclasses.is_dataclass(inner):  # any config: the one that the type has by default
+            inner = type(getattr(kind(), name))
+        if dataclasses.is_dataclass(inner):
+            values[name] = _small(inner, omitted, {}) | {"model_type": inner.model_type}
     return values | copy.deepcopy(changes)
 
 
@@ -190,6 +194,13 @@ def check(model_type: str, directory: Path) -> Outcome:
     """Compare a type with transformers, and with itself: in a batch, alone, in chunks, after a hit of the prefix cache
     and after a preemption."""
     their_logging.set_verbosity(logging.ERROR)
+    if model_type in transformers_models.REFUSED:
+        (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            open_llm(directory).close()
+        except HeadraceError as error:
+            return Outcome(model_type, "refused", str(error).partition("config.json: ")[2])
+        return Outcome(model_type, "wrong", "it was loaded")
     try:
         theirs = save_tiny(model_type, directory)
         texts = prompts(min(199, int(theirs.get_output_embeddings().weight.shape[0])))
@@ -216,7 +227,7 @@ def check(model_type: str, directory: Path) -> Outcome:
         with closing(open_llm(directory, max_model_len=48, num_gpu_blocks_override=7, max_num_seqs=2)) as llm:
             preempted = scores(llm, texts)
     except HeadraceError as error:
-        return Outcome(model_type, "refused", str(error)[-300:])
+        return Outcome(model_type, "refused", str(error).removeprefix(f"{directory}: ")[:300])
     except Exception as error:
         return Outcome(model_type, "failed", f"{type(error).__name__}: {error!s:.300}")
     ways = {"in another order": first, "cached": again, "alone and in chunks": chunked, "preempted": preempted}

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 
 from headrace.protocol.errors import RequestError
 
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "gemma4_assistant": "it is a drafter, which reads the hidden states of another model",
+    "gemma4_unified_assistant": "it is a drafter, which reads the hidden states of another model",
+    "moshi": "it reads and writes sound beside text",
+    "musicgen": "its tokens are those of sound, in several codebooks at a time",
+    "musicgen_melody": "its tokens are those of sound, in several codebooks at a time",
+    "recurrent_gemma": "it keeps its states in its layers, where they are those of the last text alone",
+    "reformer": "it keeps hashes of what it has read, whose number does not follow from the length",
+}
 """Types that transformers has a class for and that cannot be run, with the reason."""
 
 

@@ -27,7 +27,7 @@ from headrace.checkpoint.reader import Progress
 from headrace.models.config import MAX_LAYERS
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.schemes import Quantization
-from headrace.transformers_models import REFUSED, classes
+from headrace.transformers_models import classes
 from headrace.transformers_models.matrices import quantise
 from headrace.transformers_models.model import Model
 from headrace.transformers_models.pieces import Team
@@ -52,8 +52,6 @@ def load(
 ) -> Model:
     """Return the model of a config.json and its weights. Raises `CheckpointError`."""
     model_type = values["model_type"]
-    if model_type in REFUSED:
-        raise CheckpointError(f"config.json: model_type {model_type} cannot be run: {REFUSED[model_type]}")
     if values.get("quantization_config") is not None:
         raise CheckpointError("config.json has a quantization_config, which is not read with model_impl transformers")
     _forbid_hub_kernels()

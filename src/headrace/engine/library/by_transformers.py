@@ -64,6 +64,9 @@ def load(
     model_type, known = values.get("model_type"), transformers_models.classes()
     if model_type not in known:
         raise CheckpointError(f"config.json: transformers has no causal model of model_type {model_type!r:.80}")
+    if model_type in transformers_models.REFUSED:
+        why_not = transformers_models.REFUSED[str(model_type)]
+        raise CheckpointError(f"config.json: model_type {model_type} cannot run here: {why_not}")
     checkpoint = MappedCheckpoint(directory)
     backend: Any = make_backend("torch_ref", config.device, choose_dtype(config.dtype, checkpoint, values))
     from headrace.transformers_models import loading
