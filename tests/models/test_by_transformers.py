@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 from contextlib import closing
@@ -16,7 +17,7 @@ from tests.support.harness import RandomModels
 
 from headrace import transformers_models
 from headrace.protocol.errors import CheckpointError, RequestError
-from headrace.transformers_models import pieces
+from headrace.transformers_models import model, pieces
 from headrace.transformers_models.memory import Plan, UnknownMemoryError, leaves
 
 TYPES = ("gpt_neox", "bloom", "mpt", "rwkv", "mamba")
@@ -108,6 +109,18 @@ def test_threads_change_no_bit(neox: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert rows[0] == rows[1]
 
 
+def test_steps_are_as_short_as_the_trial_says(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "MAX_ROWS", 3)
+    texts = prompts(199)
+    with closing(open_llm(neox)) as llm:
+        assert llm.core.info.max_num_batched_tokens == 3
+        short = scores(llm, texts)
+    monkeypatch.setattr(model, "MAX_ROWS", 512)
+    with closing(open_llm(neox, max_num_batched_tokens=200, enable_chunked_prefill=False)) as llm:
+        assert llm.core.info.max_num_batched_tokens == 200
+        assert scores(llm, texts) == short
+
+
 def test_speculation_by_tokens_changes_nothing(neox: Path) -> None:
     texts = prompts(199)
     answers = []
@@ -137,7 +150,7 @@ def changed(source: Path, target: Path, **values: Any) -> Path:
     return target
 
 
-def test_a_config_brings_no_code(neox: Path, tmp_path: Path) -> None:
+def test_S_04_a_config_brings_no_code(neox: Path, tmp_path: Path) -> None:
     directory = changed(
         neox, tmp_path / "m", auto_map={"AutoModelForCausalLM": "evil.Evil"}, attn_implementation="evil/kernels",
         _attn_implementation="evil/kernels", experts_implementation="evil/kernels",
@@ -145,6 +158,19 @@ def test_a_config_brings_no_code(neox: Path, tmp_path: Path) -> None:
     (directory / "evil.py").write_text("raise SystemExit(7)")
     with closing(open_llm(directory)) as llm:
         assert scores(llm, [[11, 12, 13]])[0].answer
+
+
+def test_S_04_kernels_of_the_hub_are_switched_off(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import hub_kernels
+
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find("json" if name == "kernels" else name))
+    with closing(open_llm(neox)):
+        assert not hub_kernels._kernels_enabled
+    monkeypatch.delattr(hub_kernels, "_kernels_enabled")
+    with pytest.raises(CheckpointError, match="uninstall the package kernels"):
+        open_llm(neox)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ path, for models that headrace has no file for. Knows torch_ref's batch and cach
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ MEMORIES = ("past_key_values", "cache_params", "state")
 """Names of a model's memory, in its output as among its arguments."""
 NUM_TRIED = 6
 """Tokens of the trial of a model."""
+STEP_S = 2.0
+"""Seconds that a step may take: other texts wait for it, and a watchdog too."""
+MAX_ROWS = 512
 CUT = 4
 """Positions in a block of the trial, and the rows of its first chunk."""
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
@@ -38,7 +42,9 @@ spread of a row's logits. Half of the rows must be as close: of 16-bit types rou
 
 class Model(models.Model):
     """`theirs`: a causal model of transformers with its weights. Raises `CheckpointError` for one that computes
-    something else token by token than at once, or that keeps anything outside of its memory."""
+    something else token by token than at once, or that keeps anything outside of its memory.
+
+    rows_of_a_step: the most that a step should have, by the time that the trial took."""
 
     def __init__(self, theirs: Any, ops: RefOps, context: int, team: Team) -> None:
         self.ops: Any = ops
@@ -178,7 +184,9 @@ class Model(models.Model):
             out.append(self.logits(hidden, torch.arange(len(hidden))))
             return torch.cat(out)
 
+        begin = time.perf_counter()
         alone = torch.cat([rows((i, [token_id], 0)) for i, token_id in enumerate(ids)])
+        self.rows_of_a_step = max(1, min(MAX_ROWS, int(STEP_S * len(ids) / (time.perf_counter() - begin))))
         spread = (expected.amax(-1) - expected.amin(-1)).clamp(min=1e-6)
         apart = ((alone - expected).abs().amax(-1) / spread).median().item()
         if not apart <= TOLERANCE[self.ops.dtype]:

@@ -10,6 +10,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from headrace import hub, models, transformers_models
 from headrace.backends import make_backend
 from headrace.backends.base import Backend
@@ -80,6 +82,16 @@ def load(
     )  # fmt: skip
     model = loading.load(values, checkpoint, backend, quantization, progress)
     return backend, model, ModelConfig(values)
+
+
+def in_short_steps(config: EngineConfig, model: models.Model) -> EngineConfig:
+    """Return the config with as few rows in a step as a model of transformers computes in short time; of another model
+    the config as it is."""
+    most = getattr(model, "rows_of_a_step", config.max_num_batched_tokens)
+    if most >= config.max_num_batched_tokens or not config.enable_chunked_prefill:
+        return config
+    logger.info("steps have at most %d tokens, not %d: each takes a pass", most, config.max_num_batched_tokens)
+    return msgspec.structs.replace(config, max_num_batched_tokens=most)
 
 
 def _check(config: EngineConfig, has_seat: bool) -> None:

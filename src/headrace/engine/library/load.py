@@ -120,7 +120,7 @@ def _build_runner(
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
     sentences = read_sentence_files(directory) if directory.is_dir() else SentenceFiles()
-    most = model.max_positions(model_config)
+    config, most = by_transformers.in_short_steps(config, model), model.max_positions(model_config)
     if model.both_ways:
         config = for_encoder(config, choose_max_model_len(None, most, directory), sentences)
     max_model_len = choose_max_model_len(config.max_model_len, most, directory)
