@@ -64,6 +64,15 @@ def parsed(serve: Any, line: str) -> dict[str, Any]:
     return {**context.params, "notes": context.meta["notes"]}
 
 
+@pytest.mark.parametrize(
+    ("value", "ours"),
+    [("auto", "auto"), ("vllm", "headrace"), ("headrace", "headrace"), ("transformers", "transformers")],
+)
+def test_vllms_own_models_are_headraces(serve: Any, value: str, ours: str) -> None:
+    assert parsed(serve, f"some/model --model-impl {value}")["model_impl"] == ours
+    assert engine_config(model_impl=value).model_impl == ours
+
+
 @pytest.mark.parametrize("line", VLLM_LINES)
 def test_a_flag_of_vllms_is_taken(serve: Any, line: str) -> None:
     config = parsed(serve, f"some/model {line} --max-model-len 4k")
