@@ -1,5 +1,5 @@
 # Each target works on a fresh clone as the only command: what needs the virtual environment makes it first.
-# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, REPOSITORY, VENV, and
+# Variables: PYTHON (an interpreter, 3.11 or newer), PIP_ARGS (passed to pip), MODEL, PORT, ARGS, IMPL, REPOSITORY, VENV, and
 # LOCKED=1 (what runs is installed by the hashes of requirements.lock).
 
 VENV     ?= .venv
@@ -123,8 +123,8 @@ sim: $(STAMP)  ## the oracle runner: seeds x steps of hostile events against the
 fuzz-gguf: $(STAMP)  ## damaged GGUF files, 100,000 more at a time (ARGS="--count N --seed S"); counts in build/fuzz-gguf
 	$(BIN)/python -m tests.programs.fuzz_gguf $(ARGS)
 
-test-zoo: $(STAMP)  ## every causal type of transformers in many configs, tokenizers and weight files, an hour (ARGS="llama --only sliding"); counts in bench/results/zoo.json
-	$(BIN)/python -m tests.campaigns.zoo $(ARGS)
+test-zoo: $(STAMP)  ## every causal type of transformers in many configs, tokenizers and weight files, an hour (ARGS="llama --only sliding"); counts in bench/results/zoo.json. IMPL=transformers: of each type one, by --model-impl
+	$(BIN)/python -m tests.campaigns.$(if $(filter transformers,$(IMPL)),foreign,zoo) $(ARGS)
 
 campaign-commit: $(STAMP)  ## the campaigns of docs/reliability.md that fit 15 minutes; counts in bench/results/campaign-commit.json
 	$(BIN)/python -m tests.campaigns commit $(ARGS)

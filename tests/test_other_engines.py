@@ -44,7 +44,7 @@ VLLM_LINES = [
     "--trust-remote-code", "--enforce-eager", "--nnodes=1",
     "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
     "--disable-log-requests", "--disable-log-stats", "--enable-log-requests", "--max-seq-len-to-capture 8192",
-    "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--model-impl auto", "--runner generate",
+    "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--runner generate",
     "--task generate", "--limit-mm-per-prompt image=0", "--structured-outputs-config {}", "-O 3",
     "--compilation-config {}", "--guided-decoding-backend xgrammar", "--stream-interval 1",
     "--enable-prompt-tokens-details", "--response-role assistant", "--chat-template-content-format auto",
@@ -62,6 +62,15 @@ def serve() -> Any:
 def parsed(serve: Any, line: str) -> dict[str, Any]:
     context = serve.make_context("serve", line.split())
     return {**context.params, "notes": context.meta["notes"]}
+
+
+@pytest.mark.parametrize(
+    ("value", "ours"),
+    [("auto", "auto"), ("vllm", "headrace"), ("headrace", "headrace"), ("transformers", "transformers")],
+)
+def test_vllms_own_models_are_headraces(serve: Any, value: str, ours: str) -> None:
+    assert parsed(serve, f"some/model --model-impl {value}")["model_impl"] == ours
+    assert engine_config(model_impl=value).model_impl == ours
 
 
 @pytest.mark.parametrize("line", VLLM_LINES)

@@ -280,7 +280,7 @@ def refused(model_type: str, directory: Path) -> Outcome:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": VOCAB}))
     try:
-        LLM(str(directory), skip_tokenizer_init=True)
+        LLM(str(directory), skip_tokenizer_init=True, model_impl="headrace")
     except HeadraceError as error:
         kind = "refused" if f"model_type '{model_type}' is not supported" in str(error) else "wrong"
         return Outcome("config.json alone", kind, str(error)[:200])

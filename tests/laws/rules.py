@@ -97,6 +97,8 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room("parallel.gloo", "protocol backends", SERVING | {"transformers"}),
         # They may run models of their own, but know neither scheduler nor requests.
         Room("drafters", "protocol builtin hub core.blocks quant sampling backends checkpoint models", NO_TORCH),
+        # It runs the models of another library, on the reference backend.
+        Room("transformers_models", "protocol quant backends backends.torch_ref checkpoint models", SERVING),
         # It runs model files over operators that count.
         Room("plan", "protocol gguf hub text quant checkpoint models", NO_TORCH),
     ),
@@ -113,7 +115,7 @@ FLOORS: tuple[tuple[Room, ...], ...] = (
         Room(
             "engine",
             "protocol env foreign gguf hub core quant sampling grammar text backends checkpoint models drafters runner "
-            "core.journal secure parallel parallel.gloo parallel.devices parallel.hosts plan",
+            "core.journal secure parallel parallel.gloo parallel.devices parallel.hosts plan transformers_models",
             NO_TORCH | {"numpy"},
         ),
     ),

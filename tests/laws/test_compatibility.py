@@ -29,6 +29,7 @@ def test_every_type_of_a_model_has_a_row() -> None:
         "native kernels of every type",
         "layers for multi-token prediction",
         "text of other types",
+        "other causal types of transformers",
     }
     assert rows - set(models.names()) == more
     assert {row.feature for row in compatibility.TABLES["Encoders"]} == set(models.encoder_names())

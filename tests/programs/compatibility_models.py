@@ -177,4 +177,10 @@ MODELS = (
         "a `text_config` of a type above runs; towers for images or sound are left out, which a line of the log says",
         ("families:test_a_text_below_a_prefix_is_found_and_towers_are_left_out",),
     ),
+    Row(
+        "other causal types of transformers",
+        "partly",
+        "by transformers' own code, one row at a time: `--model-impl`; `make test-zoo IMPL=transformers` counts them",
+        ("by transformers:test_a_type_is_right_in_every_company",),
+    ),
 )

@@ -60,6 +60,7 @@ FILES = {
     "golden": "tests/models/test_golden.py",
     "transformers": "tests/models/test_against_transformers.py",
     "bits": "tests/models/test_bits.py",
+    "by transformers": "tests/models/test_by_transformers.py",
     "families": "tests/models/test_families.py",
     "states": "tests/models/test_states.py",
     "gguf_states": "tests/formats/gguf/test_recurrent.py",

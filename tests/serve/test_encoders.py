@@ -76,8 +76,8 @@ def test_an_encoder_answers_at_every_door_for_vectors(server: Served, directory:
 def test_a_clients_own_library_reads_the_vectors(server: Served) -> None:
     """huggingface_hub, as with Text Embeddings Inference."""
     texts = InferenceClient(model=f"{server.url}/embed")
-    [row] = texts.feature_extraction(TEXT, truncate=True, truncation_direction="right").tolist()
-    assert row == pytest.approx(vector(server))
+    [row] = texts.feature_extraction(TEXT, prompt_name="query", truncate=True, truncation_direction="right").tolist()
+    assert row == pytest.approx(vector(server, PROMPTS["query"] + TEXT))
     likeness = InferenceClient(model=f"{server.url}/similarity").sentence_similarity(
         TEXT, other_sentences=[TEXT, "xyz"]
     )

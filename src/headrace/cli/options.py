@@ -43,6 +43,9 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "revision": "Branch, tag or commit of a hub model.",
         "hf_overrides": "Values in place of those of config.json, as a JSON object, such as "
         '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}; those of one object are merged.',
+        "model_impl": "Whose code computes the model: headrace (its own model files), transformers (that package's "
+        "classes, one row at a time, which is slow; needs the extra transformers), or auto: transformers for the types "
+        "that headrace has no file for.",
         "dtype": f"Number format of the weights and activations: {', '.join(DTYPES)}.",
         "quantization": f"Quantise the weights while loading, to the nearest code: {', '.join(QUANTIZATIONS)}; "
         f"{', '.join(f'{theirs} is {ours}' for theirs, ours in WHILE_LOADING.items())} for plain weights "

@@ -6,7 +6,7 @@ docs/from-vllm.md is written from this table. Read by `headrace.other_engines`.
 from __future__ import annotations
 
 from headrace.migration import settings
-from headrace.migration.settings import ROPE, SPECULATION, VLLM, Setting
+from headrace.migration.settings import ROPE, SPECULATION, VLLM, RefusedError, Setting
 
 _done, _no_effect, _switch, _refused = settings.makers(VLLM)
 ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
@@ -33,6 +33,12 @@ def _same(text: str) -> str:
 
 
 def _advice(text: str) -> str:
+    return "headrace" if text == "vllm" else text
+
+
+def _impl(text: str) -> str:
+    if text == "terratorch":
+        raise RefusedError("auto, headrace or transformers")
     return "headrace" if text == "vllm" else text
 
 
@@ -63,7 +69,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _done("--ngram-prompt-lookup-min", f"{SPECULATION}.prompt_lookup_min", convert=settings.whole),
     _no_effect("--load-format", _READ, convert=_with_weights),
     _no_effect("--speculative-draft-tensor-parallel-size -spec-draft-tp", "see --speculative-config"),
-    _switch("--trust-remote-code", "code from a checkpoint is never run; the model type must be one that headrace has"),
+    _switch("--trust-remote-code", "code from a checkpoint is never run; see --model-impl"),
     _no_effect("--code-revision", "code from a checkpoint is never run"),
     _switch("--enforce-eager", "the program of a step is recorded once; there is no slower mode to fall back to"),
     _no_effect("--decode-context-parallel-size -dcp --prefill-context-parallel-size -pcp", ONE_RANK),
@@ -91,7 +97,7 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _no_effect("--safetensors-load-strategy --max-parallel-loading-workers", _READ),
     _switch("--use-tqdm-on-load", "a bar is drawn where stderr is a terminal"),
     _no_effect("--tokenizer-mode", "the tokenizer is read from its files; the chat template writes the chats"),
-    _no_effect("--model-impl", "headrace has models of its own"),
+    _done("--model-impl", "model_impl", convert=_impl, why="vllm is headrace"),
     _no_effect("--runner", "the files say if it answers, embeds or classifies", "auto", "generate", "pooling"),
     _no_effect("--task", "as --runner", "auto", "generate", "embed", "embedding", "score", "classify"),
     _no_effect("--convert", "as --runner", "auto", "none", "embed", "classify"),

@@ -25,6 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8_dot", "int4", "fp8", "fp8_e4m3", "fp8_e5m2")
 ACTIVATIONS = ("auto", "int8", "16bit", "fp8")
 KV_ALIASES = {"fp8": "fp8_e4m3"}
+MODEL_IMPLS = ("auto", "headrace", "transformers")
 MAX_REPLICAS = 64
 MAX_NUM_THREADS = 256
 """The most threads of the native core's team (csrc/include/team.h)."""
@@ -74,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tokenizer: str | None = None
     revision: str | None = None
     hf_overrides: dict[str, Any] | None = None
+    model_impl: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
     activations: str = "auto"
@@ -112,6 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_record_bytes: int = 2**30
 
     def __post_init__(self) -> None:
+        _member("model_impl", self.model_impl, MODEL_IMPLS)
         _member("dtype", self.dtype, DTYPES)
         if self.quantization is not None:
             _member("quantization", self.quantization, FORMS)
@@ -266,12 +269,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _record("default_chat_template_kwargs", self.default_chat_template_kwargs)
         _record("overload_config", self.overload_config)
         for name, bound in (self.overload_config or {}).items():
-            if (
-                name not in OVERLOAD_BOUNDS
-                or isinstance(bound, bool)
-                or not isinstance(bound, int | float)
-                or bound <= 0
-            ):
+            is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+            if name not in OVERLOAD_BOUNDS or not is_number or bound <= 0:
                 allowed = "an object of numbers above 0: " + ", ".join(OVERLOAD_BOUNDS)
                 raise RequestError("overload_config", self.overload_config, allowed)
         _record("override_generation_config", self.override_generation_config)

@@ -25,6 +25,7 @@ class ForwardBatch:
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
+    read: rows whose logits or hidden states are read; None: all may be.
     notes: results that ropes and attention compute once a step, each under its own key.
     """
 
@@ -38,6 +39,7 @@ class ForwardBatch:
     states_in: Sequence[int] = ()
     states_out: Mapping[int, int] = field(default_factory=dict)
     features: Tensor | None = None
+    read: frozenset[int] | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 

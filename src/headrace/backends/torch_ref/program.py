@@ -101,6 +101,7 @@ class EagerProgram:
             if features is not None:
                 batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
             self._read = ReadRows(chunks, rows)
+            batch.read = frozenset(self._read.rows().tolist())
             streams: list[Tensor] = []
             self._hidden = hidden = self.model.forward(batch, self.caches, streams if self._layers else None)
             self._streams = [streams[layer] for layer in self._layers]

@@ -29,11 +29,11 @@ PROBLEMS: dict[str, Activation | None] = {
 """Activations by transformers' names of problems; None: the one that makes probabilities of all classes."""
 
 
-def add_layers(model: Model, sentences: SentenceFiles) -> None:
-    """Have the layers behind the pooling, if the files have any, applied to the pooled vector. Raises
+def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
+    """Have the layers behind the pooling, if the files have any, applied to the pooled vector. Return the files. Raises
     `CheckpointError`."""
     if not sentences.layers:
-        return
+        return sentences
     width = sentences.layers[0].weight.shape[1]
     if model.classifier is not None or width != model.hidden_size or not sentences.pooling:
         raise CheckpointError(
@@ -41,6 +41,7 @@ def add_layers(model: Model, sentences: SentenceFiles) -> None:
             f"{model.hidden_size}, which has no classes"
         )
     model.classifier = Head(sentences.layers, sentences.pooling)
+    return sentences
 
 
 def with_ends(values: dict[str, Any], names: Collection[str], directory: Path) -> tuple[dict[str, Any], bool]:

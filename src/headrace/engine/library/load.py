@@ -29,6 +29,7 @@ from headrace.checkpoint.strays import prediction_layers
 from headrace.drafters.base import Drafter, Target
 from headrace.drafters.build import make_drafter, make_speculator
 from headrace.drafters.guide import SamplerGuide
+from headrace.engine.library import by_transformers
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.class_heads import class_form, with_class_head
 from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form, with_ends
@@ -120,11 +121,11 @@ def _build_runner(
         with progress_bar(f"loading {config.model}", logger=logger) as show:
             backend, model, model_config = load_model(config, directory, show, seat)
     weight_bytes = backend.ops.weight_bytes
-    sentences = read_sentence_files(directory)
-    add_layers(model, sentences)
+    sentences = add_layers(model, read_sentence_files(directory))
+    config, most = by_transformers.in_short_steps(config, model), model.max_positions(model_config)
     if model.both_ways:
-        config = for_encoder(config, choose_max_model_len(None, model_config, directory), sentences)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+        config = for_encoder(config, choose_max_model_len(None, most, directory), sentences)
+    max_model_len = choose_max_model_len(config.max_model_len, most, directory)
     text = SampleText(lambda: sample.mark(directory), lambda: sample.token_ids(directory)[:max_model_len])
     if group is not None:
         weight_bytes += sum(loaded.weight_bytes for loaded in group.expect(Loaded))
@@ -132,11 +133,8 @@ def _build_runner(
     # An encoder has no logits to be judged at.
     activations = choose_activations(config, backend, model, model_config, None if model.both_ways else text)
     if config.max_model_len is not None and config.max_model_len > max_model_len:
-        logger.warning(
-            "max_model_len: %d is more than the model's context, so it is %d; --rope-scaling stretches a context",
-            config.max_model_len,
-            max_model_len,
-        )
+        line = "max_model_len: %d is more than the model's context, so it is %d; --rope-scaling stretches a context"
+        logger.warning(line, config.max_model_len, max_model_len)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, backend, model_config.values.get("quantization_config"))
     tokenizer = hub.resolve_tokenizer(config.model, config.tokenizer) if config.tokenizer else directory
     eos_token_ids = [i for i in hub.eos_token_ids(directory, tokenizer) if i < model.vocab_size]
@@ -286,6 +284,8 @@ def load_model(
     weights. Raises `CheckpointError`, which names the directory or the file, or `RequestError`."""
     load = _load_gguf if directory.is_file() else _load_safetensors
     with naming(directory):
+        if by_transformers.reason(config, directory):
+            return by_transformers.load(config, directory, progress, seat is not None)
         return load(config, directory, progress, seat)
 
 
@@ -301,7 +301,7 @@ def _load_safetensors(
         raise RequestError("quantization", DEQUANTIZE, "left out: only the blocks of GGUF files are dequantised as yet")
     module, form = models.find(values["model_type"]), class_form(values)
     model_config = ModelConfig(values)
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, directory)
+    max_model_len = choose_max_model_len(config.max_model_len, module.Model.max_positions(model_config), directory)
     quantization = None if config.quantization == DEQUANTIZE else config.quantization
     schemes = None if quantization is None else parse(quantization)
 
@@ -386,8 +386,8 @@ def _load_gguf(
     reading = reading._replace(values=overridden(reading.values, config.hf_overrides))
     model_config = ModelConfig(reading.values)
     backend = make_backend(config.backend, config.device, gguf_config.choose_dtype(config.dtype, file))
-    max_model_len = choose_max_model_len(config.max_model_len, model_config, path)
     module = models.find(reading.values["model_type"])
+    max_model_len = choose_max_model_len(config.max_model_len, module.Model.max_positions(model_config), path)
 
     def read(writer: PackedWriter | None) -> Reader:
         from headrace.checkpoint.gguf_source import GGUFWeights
@@ -489,10 +489,9 @@ def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[s
     return kv_dtype
 
 
-def choose_max_model_len(requested: int | None, model_config: ModelConfig, path: Path) -> int:
-    """`requested`, or all that the model has. A larger `requested` is lowered for a GGUF file, as in llama-server, and
-    raises `RequestError` for a directory, as in vLLM."""
-    most: int = models.find(model_config.values["model_type"]).Model.max_positions(model_config)
+def choose_max_model_len(requested: int | None, most: int, path: Path) -> int:
+    """`requested`, or `most`, all that the model has. A larger `requested` is lowered for a GGUF file, as in
+    llama-server, and raises `RequestError` for a directory, as in vLLM."""
     if most < 2:
         raise CheckpointError(f"config.json: a context of {most} tokens has no room for a prompt and an answer")
     if requested is not None and requested > most and not path.is_file():

@@ -57,6 +57,7 @@ class EmbedRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
     inputs: str | list[Any]
     normalize: bool | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class TextsRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
@@ -130,7 +131,9 @@ class TeiInfo(msgspec.Struct, kw_only=True):
 async def embed(model: ServedModel, body: dict[str, Any]) -> list[list[float]]:
     """Texts as vectors, in TEI's form."""
     request = convert(EmbedRequest, body)
-    options = _options(model, request)._replace(normalize=request.normalize is not False, dimensions=request.dimensions)
+    options = _options(model, request)._replace(
+        normalize=request.normalize is not False, dimensions=request.dimensions, prompt_name=request.prompt_name
+    )
     return (await vectors(model.front, as_prompts(request.inputs, "inputs"), options, "inputs")).rows
 
 
