@@ -218,3 +218,18 @@ def test_the_command_prints_the_gain(
     assert "mnats a token from the model when rounded to nearest" in err
     assert "% less)" in err
     assert re.search(r"steps of training: 10 of 20 \(50 %\), .* left at this rate, .* mnats", err)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_one_scale_for_a_layer_stays_one(symmetric: bool) -> None:
+    """What layouts with a scale for the whole tensor can hold."""
+    torch.manual_seed(0)
+    options = find_method("qat").verify(Options(method="qat", bits=4, group_size=0, symmetric=symmetric))
+    layer = training.RoundedLinear(torch.nn.Linear(8, 4, bias=False), options, "x")
+    before = layer.codes().scales
+    layer(torch.randn(5, 8)).square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    after = layer.codes().scales
+    assert after.shape == before.shape == (4, 1)
+    assert len(after.unique()) == 1
+    assert after[0, 0] != before[0, 0]

@@ -63,13 +63,14 @@ class RoundedLinear(nn.Module):
         self.weight = nn.Parameter(linear.weight.detach().clone())
         scale, zero = grid.find(self.weight.detach().view(linear.out_features, -1, self.group), options)
         grid.verify_scales(scale, self.weight.detach(), name)
-        self.log_scale = nn.Parameter(scale.clamp_min(grid.LEAST_F16).log())
+        own = scale[:1, :1] if options.group_size == 0 else scale  # one for the whole layer learns as one
+        self.log_scale = nn.Parameter(own.clamp_min(grid.LEAST_F16).log())
         self.register_buffer("zero", zero, persistent=False)
 
     @property
     def scale(self) -> Tensor:
         """[out, groups], as it is stored."""
-        scale = self.log_scale.exp()
+        scale = self.log_scale.exp().expand_as(self.zero)
         return scale + (grid.stored(scale, self.options.scale_dtype) - scale).detach()
 
     def steps(self, scale: Tensor) -> Tensor:
