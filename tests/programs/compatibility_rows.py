@@ -32,6 +32,8 @@ FILES = {
     "gguf tokenizers": "tests/formats/gguf/test_tokenizer.py",
     "encoders": "tests/models/test_encoders.py",
     "served encoders": "tests/serve/test_encoders.py",
+    "classifiers": "tests/models/test_classifiers.py",
+    "served classifiers": "tests/serve/test_classifiers.py",
     "batches": "tests/serve/apis/openai/test_files_batches.py",
     "run-batch": "tests/e2e/test_run_batch.py",
     "anthropic": "tests/serve/apis/anthropic/test_anthropic_client.py",
@@ -291,7 +293,26 @@ APIS = (
             "sentences:test_the_files_cut_vectors",
         ),
     ),
-    Row("classify", "no", "no classifier models"),
+    Row(
+        "rerankers and classifiers",
+        "yes",
+        "`/classify`, `/v1/rerank`, `/v1/score`: heads of encoders and decoders, Qwen3-Reranker; cpu and torch_ref",
+        (
+            "classifiers:test_classes_are_transformers_logits",
+            "classifiers:test_decoders_with_a_head_for_classes",
+            "classifiers:test_a_reranker_answers_with_yes_or_no",
+            "served classifiers:test_a_cross_encoder_scores_pairs_at_every_door",
+        ),
+    ),
+    Row(
+        "Text Embeddings Inference",
+        "partly",
+        "`/embed`, `/rerank`, `/predict`, `/similarity`, `/info`; vectors of tokens and sparse ones are not there",
+        (
+            "served encoders:test_a_clients_own_library_reads_the_vectors",
+            "served classifiers:test_a_clients_own_library_reads_the_classes",
+        ),
+    ),
     Row(
         "files and batches",
         "yes",
