@@ -89,8 +89,8 @@ def test_null_takes_a_scaling_away_and_a_type_stays() -> None:
 
 def test_names_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "headrace"):
-        overridden(CONFIG, {"architectures": ["X"], "rmsnorm_eps": 1})
-    assert "hf_overrides.architectures has no effect here" in caplog.text
+        overridden(CONFIG, {"torch_dtype": "float16", "rmsnorm_eps": 1})
+    assert "hf_overrides.torch_dtype has no effect here" in caplog.text
     assert "hf_overrides.rmsnorm_eps: config.json has no such value" in caplog.text
 
 

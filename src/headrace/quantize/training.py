@@ -63,8 +63,9 @@ class RoundedLinear(nn.Module):
         self.weight = nn.Parameter(linear.weight.detach().clone())
         scale, zero = grid.find(self.weight.detach().view(linear.out_features, -1, self.group), options)
         grid.verify_scales(scale, self.weight.detach(), name)
-        own = scale[:1, :1] if options.group_size == 0 else scale  # one for the whole layer learns as one
-        self.log_scale = nn.Parameter(own.clamp_min(grid.LEAST_F16).log())
+        # One scale of the whole layer learns as one.
+        first = scale[:1, :1] if options.group_size == 0 else scale
+        self.log_scale = nn.Parameter(first.clamp_min(grid.LEAST_F16).log())
         self.register_buffer("zero", zero, persistent=False)
 
     @property

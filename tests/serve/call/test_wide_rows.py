@@ -23,7 +23,7 @@ from headrace.serve import routing
 from headrace.serve.apis.openai import embeddings, responses, responses_replay
 from headrace.serve.apis.openai.responses import ResponseAnswer
 from headrace.serve.apis.openai.responses_replay import EncodedResponse, RawResponse, ResponseItems
-from headrace.serve.call import embedding
+from headrace.serve.call import embedding, scoring
 from headrace.serve.errors import OPENAI
 from headrace.text.tokenizer import Tokenizer
 
@@ -358,8 +358,8 @@ def test_R_03_vectors_are_made_and_written_beside_the_loop(
         with monkeypatch.context() as patch:
             set_large(patch, size)
             patch.setattr(embedding, "finished", noted(embedding.finished))
-            for name in ("packed", "likeness"):
-                patch.setattr(embeddings, name, noted(getattr(embeddings, name)))
+            patch.setattr(embeddings, "packed", noted(embeddings.packed))
+            patch.setattr(scoring, "likeness", noted(scoring.likeness))
             patch.setattr(routing, "json_response", noted(routing.json_response))
             reply = HTTP.post(server.url + path, json=body)
         assert reply.status_code == 200, reply.text

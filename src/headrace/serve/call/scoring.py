@@ -29,6 +29,11 @@ class ClassRows(NamedTuple):
     num_tokens: int
     request_ids: list[str]
 
+    @property
+    def size(self) -> int:
+        """The count of numbers in all rows."""
+        return len(self.rows) * len(self.labels)
+
 
 class Scores(NamedTuple):
     """`values[i]` is the score of pair i; `scoring` says how it came about."""

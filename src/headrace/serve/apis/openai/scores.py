@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 
+from headrace.engine.generation import off_loop
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
@@ -201,19 +202,19 @@ class ScoreRoutes:
         options = self._options(request)._replace(add_special_tokens=request.add_special_tokens is not False)
         texts = as_prompts(request.input, "input")
         rated = await class_rows(self.model.front, texts, options, "input", use_activation=request.activates)
+
+        def entries() -> list[TextClass]:
+            best = [max(range(len(row)), key=row.__getitem__) for row in rated.rows]
+            return [
+                TextClass(index=i, label=rated.labels[place], probs=row, num_classes=len(row))
+                for i, (place, row) in enumerate(zip(best, rated.rows, strict=True))
+            ]
+
         return ClassifyReply(
             id=f"classify-{new_request_id()}",
             created=int(time.time()),
             model=self.model.reply_name(request.model),
-            data=[
-                TextClass(
-                    index=i,
-                    label=rated.labels[max(range(len(row)), key=row.__getitem__)],
-                    probs=row,
-                    num_classes=len(row),
-                )
-                for i, row in enumerate(rated.rows)
-            ],
+            data=await off_loop(rated.size, entries),
             usage=_usage(rated.num_tokens),
             explain=self._explain(request, rated.request_ids),
             warnings=request.warnings.reply(),

@@ -6,7 +6,8 @@ replies; `add_routes` puts the routes on an app.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 
 from headrace import __version__
+from headrace.engine.generation import off_loop
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
 from headrace.serve import routing
@@ -22,7 +24,7 @@ from headrace.serve.apis.openai.scores import RerankReply, RerankRequest, TextOb
 from headrace.serve.call.embedding import VectorOptions, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Body, convert
-from headrace.serve.call.scoring import Fields, class_rows, scores
+from headrace.serve.call.scoring import ClassRows, Fields, class_rows, scores
 from headrace.serve.call.service import ServedModel
 from headrace.serve.errors import Api, ErrorBody
 from headrace.text.inputs import Prompt
@@ -153,19 +155,23 @@ async def predict(model: ServedModel, body: dict[str, Any]) -> list[Prediction] 
     options, is_single = _options(model, request), not any(isinstance(each, list) for each in request.inputs)
     # As in TEI, a list of two texts is a pair.
     texts = [_one_or_pair(each, i) for i, each in enumerate([request.inputs] if is_single else request.inputs)]
-    rows: dict[int, list[float]] = {}
-    labels: Sequence[str] = ()
+    predictions: dict[int, list[Prediction]] = {}
     for places in ([i for i, text in enumerate(texts) if isinstance(text, tuple) is pair] for pair in (False, True)):
         if places or not texts:
             part: list[Prompt | tuple[str, str]] = [texts[i] for i in places]
             rated = await class_rows(model.front, part, options, "inputs", use_activation=not request.raw_scores)
-            rows |= dict(zip(places, rated.rows, strict=True))
-            labels = rated.labels
-    predictions = [
+            work = functools.partial(_predictions, rated)
+            predictions |= dict(zip(places, await off_loop(rated.size, work), strict=True))
+    return predictions[0] if is_single else [predictions[i] for i in range(len(texts))]
+
+
+def _predictions(rated: ClassRows) -> list[list[Prediction]]:
+    """Return the classes of each text, the likeliest first."""
+    labels = rated.labels
+    return [
         [Prediction(score=row[j], label=labels[j]) for j in sorted(range(len(row)), key=lambda j: (-row[j], j))]
-        for row in (rows[i] for i in range(len(texts)))
+        for row in rated.rows
     ]
-    return predictions[0] if is_single else predictions
 
 
 def _one_or_pair(value: Any, place: int) -> str | tuple[str, str]:
