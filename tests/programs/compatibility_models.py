@@ -55,26 +55,6 @@ ENCODERS = (
         f"the same as its first files have it; {NOT_CUDA}",
         ("encoders:test_the_first_files_of_gte_have_another_type",),
     ),
-    Row(
-        "rerankers and classifiers",
-        "yes",
-        "`/classify`, `/v1/rerank`, `/v1/score`: heads of encoders and decoders, Qwen3-Reranker; cpu and torch_ref",
-        (
-            "classifiers:test_classes_are_transformers_logits",
-            "classifiers:test_decoders_with_a_head_for_classes",
-            "classifiers:test_a_reranker_answers_with_yes_or_no",
-            "served classifiers:test_a_cross_encoder_scores_pairs_at_every_door",
-        ),
-    ),
-    Row(
-        "Text Embeddings Inference",
-        "partly",
-        "`/embed`, `/rerank`, `/predict`, `/similarity`, `/info`; vectors of tokens and sparse ones are not there",
-        (
-            "served encoders:test_a_clients_own_library_reads_the_vectors",
-            "served classifiers:test_a_clients_own_library_reads_the_classes",
-        ),
-    ),
 )
 """Types whose texts become vectors."""
 
