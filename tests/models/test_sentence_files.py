@@ -13,9 +13,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tests.support.harness import BACKENDS
 from tests.support.server import write_tokenizer
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from headrace import LLM
+from headrace import LLM, models
 from headrace.models import qwen3
 from headrace.models.encoders import bert
 from headrace.protocol.errors import CheckpointError, RequestError
@@ -349,3 +349,30 @@ def test_a_decoders_files_as_sentence_transformers_reads_them(tmp_path: Path) ->
         np.testing.assert_allclose(
             vectors(llm, TEXTS, prompt_name=name), model.encode(TEXTS, prompt_name=name), atol=1e-5
         )
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("mean_tokens", "mean"), ("cls_token", "cls"), ("lasttoken", "last")])
+def test_layers_behind_the_pooling_read_the_whole_text_of_a_decoder(mode: str, kind: str, tmp_path: Path) -> None:
+    """However the prompt is cut into chunks: they are applied once, at its end."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**models.find("llama").TINY | {"max_position_embeddings": 300})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    width, modules = config.hidden_size, ("Transformer", "Pooling", "Dense")
+    listed = [
+        {"idx": i, "name": str(i), "path": f"{i}_{each}" if i else "", "type": f"sentence_transformers.models.{each}"}
+        for i, each in enumerate(modules)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    sizes = {"in_features": width, "out_features": width, "bias": False, "activation_function": "torch.nn.Tanh"}
+    for folder, values in (("1_Pooling", {f"pooling_mode_{mode}": True}), ("2_Dense", sizes)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(values))
+    save_file({"linear.weight": torch.randn(width, width).numpy()}, tmp_path / "2_Dense" / "model.safetensors")
+    inputs: Any = [{"prompt_token_ids": [5 + i % 90 for i in range(200)]}]
+    vectors = []
+    for num_tokens in (512, 64, 48):
+        options: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True}
+        llm = LLM(str(tmp_path), max_num_batched_tokens=num_tokens, **options)
+        assert llm.core.info.pooling == kind
+        vectors.append(llm.embed(inputs, use_tqdm=False)[0].outputs.embedding)
+    assert vectors[0] == vectors[1] == vectors[2]

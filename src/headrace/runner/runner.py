@@ -369,19 +369,18 @@ class Runner:
         become the classes' numbers at the end."""
         i = piece.chunk_id
         kind, before = batch.pooling[i]
-        num_rows, most = len(piece.token_ids), self.program.max_logits
-        if (kind == "last" and not piece.last) or (kind == "cls" and piece.start):
-            return before
-        begin, end = {"cls": (0, 1), "last": (num_rows - 1, num_rows)}.get(kind, (0, num_rows))
-        places, total = range(row + begin, row + end), np.array(result.read(i).pooled or before or 0.0, np.float64)
+        num_rows, most, before = len(piece.token_ids), self.program.max_logits, result.read(i).pooled or before
+        is_end = piece.start + num_rows == batch.num_prompts[i]
+        begin, end = {"cls": (0, not piece.start), "last": (num_rows - is_end, num_rows)}.get(kind, (0, num_rows))
+        places, total = range(row + begin, row + end), np.array(before or 0.0, np.float64)
         for start in range(0, len(places), most):
             for hidden in self.program.hidden_states(list(places[start : start + most])):
                 total = total + hidden
-        if piece.last and (classifier := self.program.model.classifier) is not None:
-            total = classifier(total / (piece.start + num_rows if kind == "mean" else 1))
+        if is_end and (classifier := self.program.model.classifier) is not None:
+            total = classifier(total / (batch.num_prompts[i] if kind == "mean" else 1))
         if not np.isfinite(total).all():
             result.row(i).error = NOT_FINITE
-        return [] if result.read(i).error else total.tolist()
+        return [] if result.read(i).error or not total.ndim else total.tolist()
 
     def _prompt_logprobs(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
         """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: for a whole prompt
