@@ -140,7 +140,8 @@ def codes_problem(num_rows: int, num_out: int, num_in: int, scheme: Scheme, dtyp
         )  # fmt: skip
 
     exact = x.double() @ packed.dense().double().t()
-    configs = () if wide else linear_codes.KERNEL.configs[: 6 if dtype == torch.bfloat16 else 2]
+    suited = [c for c in linear_codes.KERNEL.configs if linear_codes.suits(c, packed, False)]
+    configs = () if wide else tuple(suited if dtype == torch.bfloat16 else suited[:2])
     return Problem(tensors, ("out",), make, {"out": exact}, configs)
 
 

@@ -11,6 +11,7 @@ from bench.gpu.cases import problems
 from bench.gpu.compiling import compile_all, compile_recipes
 from bench.gpu.device import Device, ceilings
 from bench.gpu.engine import Law
+from bench.gpu.families import families
 from bench.gpu.probes import launched, probes
 from bench.gpu.problems import TOLERANCES, Problem, Tensors
 from bench.gpu.report import Report
@@ -31,6 +32,8 @@ def run(report: Report, device: Device) -> None:
     for name, probe in probes(device):
         report.run(name, probe)
     for name, probe in Law(device).items():
+        report.run(name, probe)
+    for name, probe in families(device):
         report.run(name, probe)
 
 

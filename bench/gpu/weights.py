@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import zlib
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -14,7 +15,7 @@ from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.program import CudaProgram
 from headrace.backends.cuda.replay import Replay
 from headrace.models.config import ModelConfig
-from headrace.models.weights import Linear
+from headrace.models.weights import ByHead, Linear, Weights
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Quantization, Scheme, parse
 
@@ -23,7 +24,7 @@ BLOCK = 16
 
 
 class RandomMatrix:
-    """A `MatrixSource` of normal numbers, or of codes of `scheme`."""
+    """A `MatrixSource` of normal numbers, or of codes of `scheme`: the same for the same name on the same device."""
 
     columns = None
     inputs = ()
@@ -33,6 +34,7 @@ class RandomMatrix:
         self.name, self.num_out, self.num_in, self.scheme, self.device = name, num_out, num_in, scheme, device
 
     def slab(self, first: int, last: int) -> QWeight:
+        torch.manual_seed(zlib.crc32(f"{self.name} {first}".encode()))
         rows, size = last - first, self.num_in**-0.5
         if self.scheme.kind == "f":
             return QWeight((torch.randn(rows, self.num_in, device=self.device) * size).bfloat16())
@@ -56,7 +58,7 @@ def random_codes(num_out: int, num_in: int, scheme: Scheme, device: torch.device
 class RandomWeights:
     """`Weights` of a model whose tensors have the shapes that it asks for."""
 
-    def __init__(self, backend: Cuda, quantization: str = "") -> None:
+    def __init__(self, backend: Any, quantization: str = "") -> None:
         self.backend, self.device = backend, backend.ops.device
         self.plain = Scheme("f", dtype=backend.dtype)
         self.quantization: Quantization | None = parse(quantization) if quantization else None
@@ -67,14 +69,28 @@ class RandomWeights:
     def has_prefix(self, prefix: str) -> bool:
         return True
 
-    def constant(self, values: Any) -> Tensor:
+    def constant(self, values: Any) -> Any:
         return self.backend.constant(values)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.backend.constant(1 + 0.1 * torch.randn(shape, device=self.device), is_weight=True)
+    def constant_table(self, values: Any) -> Any:
+        return self.backend.table(values)
 
-    def table(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Any:
+        return self.backend.constant(self._small(name, shape), is_weight=True)
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> Any:
+        return self._small(name, shape).cpu().numpy()
+
+    def table(self, name: str, shape: tuple[int, int]) -> Any:
+        torch.manual_seed(zlib.crc32(name.encode()))
         return self.backend.table(torch.randn(shape, device=self.device))
+
+    def by_head(self, name: str, num_in: int, num_heads: int, key_dim: int, value_dim: int) -> ByHead:
+        return ByHead.separate(cast(Weights, self), name, num_in, num_heads, key_dim, value_dim)
+
+    def _small(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        torch.manual_seed(zlib.crc32(name.encode()))
+        return 1 + 0.1 * torch.randn(shape, device=self.device)
 
     def matrix(self, linear: Linear) -> Any:
         scheme = self.plain if self.quantization is None or linear.plain else self.quantization.layer
@@ -88,14 +104,20 @@ class RandomWeights:
         return self.backend.ops.matrix(RandomMatrix(name, num_out, num_in, scheme, self.device))
 
 
+def make_model(config: dict[str, Any], backend: Any, quantization: str, max_len: int) -> models.Model:
+    """Return a model on a backend, with the weights of its tensors' names."""
+    weights: Any = RandomWeights(backend, quantization)
+    model: models.Model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
+    return model
+
+
 def make_program(
     config: dict[str, Any], device: str, quantization: str, max_rows: int, max_seqs: int, max_len: int, positions: int
 ) -> tuple[CudaProgram, Cuda]:
     """Return a program whose cache has room for `positions`, and is full of normal numbers. Nothing is captured yet:
     its kernels can be compiled in many processes first."""
     backend = Cuda(device, "bfloat16")
-    weights: Any = RandomWeights(backend, quantization)
-    model = models.find(config["model_type"]).Model(ModelConfig(config), weights, backend.ops, max_len)
+    model = make_model(config, backend, quantization, max_len)
     num_blocks, per_seq = (-(-size // BLOCK) for size in (positions, max_len))
     with mock.patch.object(Replay, "prepare"):
         pools = (num_blocks,) * len(model.kinds)

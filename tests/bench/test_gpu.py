@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench.gpu import __main__ as program
-from bench.gpu import goals, prove, shapes, speed, tune
+from bench.gpu import families, goals, prove, shapes, speed, tune
 from bench.gpu.cases import problems
 from bench.gpu.compiling import Recorder, recipe, signature
 from bench.gpu.device import Device
@@ -83,6 +84,25 @@ def test_a_wrong_kernel_is_noticed(device: Device, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(prove, "written", shifted)
     assert "differs from the twin" in prove.check(problem, device)["fault"]
+
+
+def test_a_family_that_leans_on_its_neighbours_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, config, dtype = next(families.forms(True))
+    assert families.family(device, config, dtype)["fault"] == ""
+    right = families.logits
+
+    def leaning(*call: Any) -> Any:
+        return right(*call) * np.float32(1 + 1e-6 * len(call[1]))
+
+    monkeypatch.setattr(families, "logits", leaning)
+    assert families.family(device, config, dtype)["fault"].startswith("other bits: 75 positions in pieces of [7, 30")
+    monkeypatch.setattr(families, "logits", lambda *call: right(*call) + ("cuda" in type(call[0]).__module__))
+    assert "logits differ from torch_ref's" in families.family(device, config, dtype)["fault"]
+
+
+def test_a_family_without_kernels_is_refused_by_name(device: Device) -> None:
+    wrong = families.family(device, {"model_type": "llama"}, "bfloat16")
+    assert wrong["fault"] == "it does not load"
 
 
 def test_tune_writes_configs_that_the_backend_reads(report: Report, device: Device) -> None:

@@ -410,8 +410,10 @@ KERNEL = Kernel(
         _config(16, 128, 4, 4),
         _config(32, 64, 4, 3),
         _config(32, 128, 4, 3),
+        _config(64, 128, 4, 2),
         _config(64, 64, 4, 2),
         _config(64, 128, 8, 2),
+        _config(64, 64, 4, 3, 80, 90, 100),
     ),
     fuse=False,
 )
@@ -423,6 +425,8 @@ def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
     """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90, and no register
     spills on sm_100 or sm_120, which is known from compiling all with Triton 3.6 (3.7 spills fewer)."""
     rows, columns = config.tiles["BR"], config.tiles["BN"]
+    if (rows, columns, config.num_warps) == (64, 128, 4):
+        return gated and not weight.book  # its halves are done in turn; one tile of 128 columns spills
     if weight.eight:
         spills = columns == 128 and rows in ((32,) if gated else (16, 64))
     elif weight.book and weight.step == WIDEST:
@@ -435,10 +439,10 @@ def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
 def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
-    # Less to do for each weight where scales are many or have minima.
-    columns = 128 if rows < 64 and (weight.step < WIDEST or weight.mins is not None) else 64
-    suited = [config for config in KERNEL.configs if config.tiles["BR"] >= rows and suits(config, weight, gated)]
-    return next(config for config in suited if config.tiles["BN"] >= columns)
+    columns = 128 if rows < 64 else 64
+    listed = [config for config in KERNEL.configs if not config.capabilities and suits(config, weight, gated)]
+    suited = [config for config in listed if config.tiles["BR"] >= rows]
+    return min(suited, key=lambda config: (config.tiles["BR"], config.tiles["BN"] != columns))
 
 
 def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config, num_whole: int = 0) -> tuple[int, int]:
