@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -82,33 +82,59 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Real shapes, of few layers and few tokens of the vocabulary; what is not here is that of the type's TINY."""
 
+CODES = (("gpt-oss-20b", "mxfp4 experts"), ("Qwen3-30B-A3B", "int4"), ("Qwen3-30B-A3B", "fp8-channel"))
+"""Shapes whose experts are codes, and their quantisation."""
+
+
+class Form(NamedTuple):
+    """A model that is looked at. quantization: as `weights.RandomWeights` takes it."""
+
+    name: str
+    config: dict[str, Any]
+    dtype: str
+    quantization: str = ""
+
+    @property
+    def item(self) -> str:
+        return f"family {self.name} {self.quantization or self.dtype}"
+
+    def program(self, backend: Any) -> Program:
+        """Return the random model over a cache for three sequences."""
+        model: Any = make_model(text_config(self.config, models.names()), backend, self.quantization, 2 * LENGTH)
+        pools = (4 * PER_SEQ,) * len(model.kinds)
+        with mock.patch.object(Replay, "prepare"):
+            program: Program = backend.program(model, SetUp(pools, BLOCK, backend.dtype, 4, 4 * LENGTH, 2 * PER_SEQ, 1))
+        return program
+
 
 def families(device: Device) -> Iterator[tuple[str, Callable[[], Result]]]:
     """An item for each type, then for each shape, then for the types in float32."""
     listed = list(forms(device.toy))
     if device.is_gpu:
         yield "compile families", lambda: compile_all(every_launch(device, listed))
-    for name, config, dtype in listed:
-        yield name, functools.partial(family, device, config, dtype)
+    for form in listed:
+        yield form.item, functools.partial(family, device, form)
 
 
-def forms(toy: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The name of an item, its config.json and its dtype."""
+def forms(toy: bool) -> Iterator[Form]:
     types = TOY_TYPES if toy else models.names()
     for name in types:
-        yield f"family {name} bfloat16", models.find(name).TINY, "bfloat16"
+        yield Form(name, models.find(name).TINY, "bfloat16")
     for name, shape in SHAPES.items() if not toy else ():
-        yield f"shape {name} bfloat16", models.find(shape["model_type"]).TINY | shape, "bfloat16"
+        yield Form(name, models.find(shape["model_type"]).TINY | shape, "bfloat16")
+    for name, quantization in CODES if not toy else ():
+        shape = SHAPES[name]
+        yield Form(name, models.find(shape["model_type"]).TINY | shape, "bfloat16", quantization)
     for name in types:
-        yield f"family {name} float32", models.find(name).TINY, "float32"
+        yield Form(name, models.find(name).TINY, "float32")
 
 
-def every_launch(device: Device, listed: Sequence[tuple[str, dict[str, Any], str]]) -> Iterator[Launch]:
+def every_launch(device: Device, listed: Sequence[Form]) -> Iterator[Launch]:
     """Yield the launches of the steps of all forms in bfloat16, for as long as each program is there."""
-    for _, config, dtype in listed:
-        if dtype == "bfloat16":
+    for form in listed:
+        if form.dtype == "bfloat16":
             try:
-                program: Any = make_program(Cuda(device.name, dtype), config)
+                program: Any = form.program(Cuda(device.name, form.dtype))
             except CheckpointError:
                 continue
             for rows in {size * turn for turn in (1, 3) for way in WAYS for size in way}:
@@ -126,10 +152,10 @@ def release(program: Program) -> None:
         torch.cuda.empty_cache()
 
 
-def family(device: Device, config: dict[str, Any], dtype: str) -> Result:
+def family(device: Device, form: Form) -> Result:
     """Logits of all positions in all ways, and torch_ref's."""
     try:
-        program = make_program(Cuda(device.name, dtype), config)
+        program = form.program(Cuda(device.name, form.dtype))
     except CheckpointError as error:
         return {"refused": str(error), "fault": "" if "has no kernels for" in str(error) else "it does not load"}
     rng = np.random.default_rng(5)
@@ -141,24 +167,15 @@ def family(device: Device, config: dict[str, Any], dtype: str) -> Result:
         for other, way in zip(others, WAYS[1:], strict=True)
         if other.tobytes() != whole.tobytes()
     ]
-    reference = make_program(TorchRef(device.name, dtype), config)
+    reference = form.program(TorchRef(device.name, form.dtype))
     expected = logits(reference, tokens[:1], WAYS[0])
     release(reference)
     far = float(np.abs(whole - expected).max() / np.abs(expected).max())
     same = float((whole.argmax(1) == expected.argmax(1)).mean())
     faults = [f"other bits: {', '.join(wrong)}"] * bool(wrong)
-    if not far <= TOLERANCES[dtype]:
+    if not far <= TOLERANCES[form.dtype]:
         faults.append(f"logits differ from torch_ref's by {far:.3g}")
     return {"distance": far, "same_best": same, "wrong": len(wrong), "fault": "; ".join(faults)}
-
-
-def make_program(backend: Any, config: dict[str, Any]) -> Program:
-    """Return a random model of a config.json over a cache for three sequences."""
-    model: Any = make_model(text_config(config, models.names()), backend, "", 2 * LENGTH)
-    pools = (4 * PER_SEQ,) * len(model.kinds)
-    with mock.patch.object(Replay, "prepare"):
-        program: Program = backend.program(model, SetUp(pools, BLOCK, backend.dtype, 4, 4 * LENGTH, 2 * PER_SEQ, 1))
-    return program
 
 
 def logits(program: Program, tokens: Sequence[list[int]], way: Sequence[int]) -> F32:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from bench.gpu import peers, serving, shapes, tune
+from bench.gpu import mixtures, peers, serving, shapes, tune
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Device, ceilings, elapsed
 from bench.gpu.operators import Item, Operators
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK, make_program
+from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import CudaProgram
 from headrace.backends.step import Chunks
@@ -74,6 +75,7 @@ class Bench:
         yield f"draw {num_rows} x {width}", functools.partial(self.operators.draw, num_rows, width)
         yield from self.operators.priced_items(main)
         batch = self.job_size.batch
+        yield from mixtures.items(self)
         for loop in peers.LOOPS:
             yield f"transformers {loop} {small} x{batch}", functools.partial(self.transformers, small, loop)
         yield f"transformers {small} x{batch}", functools.partial(self.beside_transformers, small)
@@ -122,9 +124,23 @@ class Bench:
             self.key, self.weight_bytes = (model, quantization), backend.ops.weight_bytes
         return self.program
 
+    def compile_with(self, key: tuple[str, str], make: Callable[[], tuple[CudaProgram, Cuda]]) -> Result:
+        """Make another program the one that is measured, and compile it."""
+
+        def made() -> CudaProgram:
+            self.release()
+            self.program, backend = make()
+            self.key, self.weight_bytes = key, backend.ops.weight_bytes
+            return self.program
+
+        return self.compiled(made)
+
     def compile(self, model: str, quantization: str) -> Result:
+        return self.compiled(lambda: self.make(model, quantization))
+
+    def compiled(self, make: Callable[[], CudaProgram]) -> Result:
         began = time.perf_counter()
-        program = self.make(model, quantization)
+        program = make()
         seconds = time.perf_counter() - began
         result: Result = {"making": seconds, "weights": self.weight_bytes}
         if self.device.is_gpu:

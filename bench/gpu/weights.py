@@ -15,7 +15,7 @@ from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.program import CudaProgram
 from headrace.backends.cuda.replay import Replay
 from headrace.models.config import ModelConfig
-from headrace.models.weights import ByHead, Linear, Weights
+from headrace.models.weights import ByHead, Expert, Linear, Weights
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import Quantization, Scheme, parse
 
@@ -55,13 +55,19 @@ def random_codes(num_out: int, num_in: int, scheme: Scheme, device: torch.device
     return QWeight(codes, scales, zeros, mins, group, bits)
 
 
+OF_EXPERTS = " experts"
+"""Ends the name of a quantisation that experts alone have."""
+
+
 class RandomWeights:
     """`Weights` of a model whose tensors have the shapes that it asks for."""
 
     def __init__(self, backend: Any, quantization: str = "") -> None:
         self.backend, self.device = backend, backend.ops.device
         self.plain = Scheme("f", dtype=backend.dtype)
-        self.quantization: Quantization | None = parse(quantization) if quantization else None
+        self.of_experts = quantization.endswith(OF_EXPERTS)
+        name = quantization.removesuffix(OF_EXPERTS)
+        self.quantization: Quantization | None = parse(name) if name else None
 
     def has(self, name: str) -> bool:
         return True
@@ -93,15 +99,17 @@ class RandomWeights:
         return 1 + 0.1 * torch.randn(shape, device=self.device)
 
     def matrix(self, linear: Linear) -> Any:
-        scheme = self.plain if self.quantization is None or linear.plain else self.quantization.layer
-        return self._matrix(linear.names[0], sum(linear.num_outs), linear.num_in, scheme)
+        is_plain = linear.plain or (self.of_experts and not isinstance(linear.cut, Expert))
+        scheme = self.plain if self.quantization is None or is_plain else self.quantization.layer
+        bias = 0.1 * self._small(f"{linear.names[0]}.bias", (sum(linear.num_outs),)) if linear.bias else None
+        return self._matrix(linear.names[0], sum(linear.num_outs), linear.num_in, scheme, bias)
 
     def ends(self, embedding: str, head: str, shape: tuple[int, int], *, tied: bool) -> tuple[Tensor, Any]:
-        scheme = self.plain if self.quantization is None else self.quantization.head
+        scheme = self.plain if self.quantization is None or self.of_experts else self.quantization.head
         return self.table(embedding, shape), self._matrix(head, *shape, scheme)
 
-    def _matrix(self, name: str, num_out: int, num_in: int, scheme: Scheme) -> Any:
-        return self.backend.ops.matrix(RandomMatrix(name, num_out, num_in, scheme, self.device))
+    def _matrix(self, name: str, num_out: int, num_in: int, scheme: Scheme, bias: Tensor | None = None) -> Any:
+        return self.backend.ops.matrix(RandomMatrix(name, num_out, num_in, scheme, self.device), bias)
 
 
 def make_model(config: dict[str, Any], backend: Any, quantization: str, max_len: int) -> models.Model:

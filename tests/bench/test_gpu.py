@@ -87,21 +87,21 @@ def test_a_wrong_kernel_is_noticed(device: Device, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_family_that_leans_on_its_neighbours_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, config, dtype = next(families.forms(True))
-    assert families.family(device, config, dtype)["fault"] == ""
+    form = next(families.forms(True))
+    assert families.family(device, form)["fault"] == ""
     right = families.logits
 
     def leaning(*call: Any) -> Any:
         return right(*call) * np.float32(1 + 1e-6 * len(call[1]))
 
     monkeypatch.setattr(families, "logits", leaning)
-    assert families.family(device, config, dtype)["fault"].startswith("other bits: 75 positions in pieces of [7, 30")
+    assert families.family(device, form)["fault"].startswith("other bits: 75 positions in pieces of [7, 30")
     monkeypatch.setattr(families, "logits", lambda *call: right(*call) + ("cuda" in type(call[0]).__module__))
-    assert "logits differ from torch_ref's" in families.family(device, config, dtype)["fault"]
+    assert "logits differ from torch_ref's" in families.family(device, form)["fault"]
 
 
 def test_a_family_without_kernels_is_refused_by_name(device: Device) -> None:
-    wrong = families.family(device, {"model_type": "llama"}, "bfloat16")
+    wrong = families.family(device, families.Form("llama", {"model_type": "llama"}, "bfloat16"))
     assert wrong["fault"] == "it does not load"
 
 
