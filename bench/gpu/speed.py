@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +25,7 @@ from bench.gpu.device import Device, ceilings, elapsed
 from bench.gpu.operators import Item, Operators
 from bench.gpu.report import Report, Result
 from bench.gpu.weights import BLOCK, make_program
+from bench.tied import tied
 from headrace.backends.cuda import Cuda
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import CudaProgram
@@ -33,7 +39,7 @@ PROGRAMS = (("8b", ""), ("l1b", ""), ("8b", "int4"), ("l1b", "int4"))
 TURNS = 15
 JOB, TOY_JOB = peers.Job(256, 512, 128), peers.Job(3, 20, 6)
 """What transformers is measured by."""
-SECONDS = {"trace": 60.0, "transformers generate_batch": 90.0, "transformers static": 60.0}
+SECONDS = {"start": 45.0, "trace": 60.0, "transformers generate_batch": 90.0, "transformers static": 60.0}
 """Of items that take long, by how their names begin: 48 and 39 were measured on an H100, generate_batch was not."""
 
 
@@ -75,6 +81,7 @@ class Bench:
         yield f"draw {num_rows} x {width}", functools.partial(self.operators.draw, num_rows, width)
         yield from self.operators.priced_items(main)
         batch = self.job_size.batch
+        yield f"start {main} bf16", functools.partial(self.start, main)
         yield from mixtures.items(self)
         for loop in peers.LOOPS:
             yield f"transformers {loop} {small} x{batch}", functools.partial(self.transformers, small, loop)
@@ -105,6 +112,22 @@ class Bench:
         if self.device.is_gpu:
             torch.cuda.empty_cache()
         return {}
+
+    def start(self, model: str) -> Result:
+        """From a new process with no compiled kernel to the first token."""
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "bench.gpu.starting", model, self.device.name]
+            done = subprocess.run(
+                tied(command),
+                env=os.environ | {"TRITON_CACHE_DIR": folder},
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        if done.returncode:
+            return {"fault": done.stderr[-300:]}
+        result: Result = json.loads(done.stdout.splitlines()[-1])
+        return result
 
     def batches(self, model: str) -> tuple[int, ...]:
         if self.device.toy:

@@ -3,6 +3,7 @@ last."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime import _async_compile
 
 from headrace.backends.cuda import replay as module
-from headrace.backends.cuda.replay import Replay
+from headrace.backends.cuda.launch import Config, Kernel, Launch
+from headrace.backends.cuda.replay import Replay, compile_kernels
 
 COUNTS = torch.tensor([64, 1, 1], dtype=torch.int32), torch.tensor([[3, 1, 0]], dtype=torch.int32)
 
@@ -80,3 +83,34 @@ def test_the_rows_are_there_again_after_a_capture_that_failed(monkeypatch: pytes
     with pytest.raises(RuntimeError, match="no memory"):
         replay.capture(16)
     assert all(torch.equal(count, before) for count, before in zip(counts, COUNTS, strict=True))
+
+
+class Compiled:
+    """Stands for a jitted function: its compilation waits for another one at the same time."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self.both = both
+        self.options: dict[str, Any] = {}
+
+    def warmup(self, **options: Any) -> None:
+        self.options = options
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        mode.submit(id(self), self.both.wait, lambda kernel: None)
+
+
+def test_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    both = threading.Barrier(2, timeout=30)
+    jits = [Compiled(both), Compiled(both)]
+    launches = [Launch(Kernel(jit, lambda a: None), (7,), {"x": 1}, Config({"BM": 16}, 8, 2)) for jit in jits]
+    compile_kernels(launches)
+    assert jits[1].options == {
+        "grid": (7,), "x": 1, "BM": 16, "num_warps": 8, "num_stages": 2, "enable_fp_fusion": True,
+    }  # fmt: skip
+
+
+def test_an_error_of_a_compilation_is_raised() -> None:
+    launch = Launch(Kernel(Compiled(threading.Barrier(2, timeout=0.01)), lambda a: None), (1,), {}, Config())
+    with pytest.raises(threading.BrokenBarrierError):
+        compile_kernels([launch])

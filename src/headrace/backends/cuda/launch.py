@@ -92,10 +92,12 @@ class Launch:
         self.kernel.twin(Arguments(**self.arguments))
 
     def run_gpu(self) -> None:
-        self.kernel.jit[self.grid](
-            **self.arguments,
-            **self.config.tiles,
-            num_warps=self.config.num_warps,
-            num_stages=self.config.num_stages,
-            enable_fp_fusion=self.kernel.fuse,
-        )
+        self.kernel.jit[self.grid](**self._call())
+
+    def compile(self) -> None:
+        """Compile the kernel for the current GPU, or take it from Triton's cache; nothing runs."""
+        self.kernel.jit.warmup(grid=self.grid, **self._call())
+
+    def _call(self) -> dict[str, Any]:
+        options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        return {**self.arguments, **self.config.tiles, **options, "enable_fp_fusion": self.kernel.fuse}

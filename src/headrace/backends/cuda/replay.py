@@ -1,23 +1,38 @@
 """Runs the launches of a bucket: as twins on a CPU, by one CUDA graph on a GPU.
 
-The first buckets are captured when the program is made. Another one is captured when it is first met, while a larger
-one serves its step. Knows launches; must not know chunks. Called by `program`.
+The first buckets are captured when the program is made, after several threads have compiled their kernels. Another one
+is captured when it is first met, while a larger one serves its step. Knows launches; must not know chunks. Called by
+`program`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor
+from triton import AsyncCompileMode
 
-from headrace.backends.cuda.launch import Work
+from headrace.backends.cuda.launch import Launch, Work
 
 Bind = Callable[[int], list[Work]]
+
+MOST_THREADS = 16
+"""That compile kernels at once."""
+
+
+def compile_kernels(work: Iterable[Work]) -> None:
+    """Compile the kernels that the work needs and that Triton's cache on disk does not have, several at a time."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool, AsyncCompileMode(pool):
+        for each in work:
+            if isinstance(each, Launch):
+                each.compile()
 
 
 class Replay:
@@ -41,6 +56,7 @@ class Replay:
         if self._device.type == "cuda":
             last = len(self.sizes) - 1
             chosen = sorted({0, last // 3, 2 * last // 3, last}, reverse=True)
+            compile_kernels(work for place in chosen for work in self.launches(self.sizes[place]))
             for place in track(chosen, "capturing CUDA graphs", transient=True, disable=not sys.stderr.isatty()):
                 self.capture(self.sizes[place])
 
@@ -71,7 +87,8 @@ class Replay:
     def capture(self, size: int) -> None:
         """Record the bucket's launches in a CUDA graph, whatever step came last. Memory is shared among the graphs."""
         launches = self.launches(size)
-        # A run outside the capture compiles and loads the kernels.
+        compile_kernels(launches)
+        # A run outside the capture loads the kernels.
         stream = torch.cuda.Stream(self._device)
         # The larger bucket's replay may still run: both write the same buffers.
         stream.wait_stream(torch.cuda.current_stream(self._device))
