@@ -486,9 +486,7 @@ def attention(
         "TILE": tile_keys(size, wide), "WINDOW": window, "SOFTCAP": bool(softcap), "AHEAD": bool(ahead),
         "WIDE": wide, "IN_PARTS": wide and size > LARGE,
     }  # fmt: skip
-    few, many = chosen or default_configs(
-        heads, kv_heads, size, query.dtype, cache.keys.dtype, shared=cache.shares_key
-    )
+    few, many = chosen or default_configs(heads, kv_heads, size, query.dtype, cache.keys.dtype, shared=cache.shares_key)
     return [
         Launch(FEW, (programs,), arguments | {"KIND": 0}, few),
         Launch(MANY, (programs,), arguments | {"KIND": 1}, many),
