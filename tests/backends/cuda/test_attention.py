@@ -18,8 +18,8 @@ from tests.support.cubin import CAPABILITIES, compiled, faults
 from tests.support.kernels import DTYPES, TOLERANCES, assert_close, assert_twin_agrees, backwards, poisoned, written
 from torch import Tensor
 
-from headrace.backends.base import Scoring
-from headrace.backends.cuda.cache import STORED, LayerCache
+from headrace.backends.base import LayerShape, Scoring
+from headrace.backends.cuda.cache import STORED, KVCache, LayerCache
 from headrace.backends.cuda.kernels import attention as kernel
 from headrace.backends.cuda.kernels import spans
 from headrace.backends.cuda.launch import Config, Kernel, Launch
@@ -40,15 +40,24 @@ class Problem:
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, cache: str = "bfloat16", heads: int = 4, kv_heads: int = 2,
         head_dim: int = 16, lens: Sequence[int] = (1100, 90), block: int = BLOCK,
-        out_dtype: torch.dtype | None = None, **options: Any,
+        out_dtype: torch.dtype | None = None, value_dim: int = 0, shared: bool = False, sinks: bool = False,
+        ahead: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         self.dtype, self.cache_dtype, self.heads, self.kv_heads, self.head_dim = dtype, cache, heads, kv_heads, head_dim
         self.options, self.block, self.out_dtype = options, block, out_dtype or dtype
+        self.value_dim, self.shared, self.ahead, self.lens = value_dim or head_dim, shared, ahead, lens
+        # The widest of keys and values decides about tiles and pieces.
+        self.size = max(head_dim, self.value_dim)
         generator = torch.Generator().manual_seed(1)
         self.query = [2 * torch.randn(n, heads * head_dim, generator=generator).to(dtype) for n in lens]
         stored = STORED[cache]
-        shape = (2, kv_heads, head_dim)
+        shape = (2, kv_heads, self.size)
+        self.sinks = torch.randn(heads, generator=generator).to(dtype) if sinks else None
         numbers = [torch.randn(n, *shape, generator=generator) for n in lens]
+        for each in numbers:
+            each[:, 0, :, head_dim:] = 0.0
+            if shared:
+                each[:, 1] = each[:, 0]
         self.scales = [x.abs().amax(-1) / 100 if cache in ("int8", "fp8_e4m3") else None for x in numbers]
         scaled = [x if s is None else x / s[..., None] for x, s in zip(numbers, self.scales, strict=True)]
         self.codes = [(x.round() if cache == "int8" else x).to(stored) for x in scaled]
@@ -56,22 +65,26 @@ class Problem:
     def exact(self, chunk: Chunk) -> Tensor:
         """Attention of a chunk in float64."""
         sequence, first, last = chunk
-        numbers = self.codes[sequence][:last].double()
+        end = min(last + self.ahead, self.lens[sequence])
+        numbers = self.codes[sequence][:end].double()
         scales = self.scales[sequence]
         if scales is not None:
-            numbers = numbers * scales[:last, ..., None].double()
+            numbers = numbers * scales[:end, ..., None].double()
         group = self.heads // self.kv_heads
         keys, values = (x.repeat_interleave(group, 1) for x in numbers.unbind(1))
         q = self.query[sequence][first:last].double().view(-1, self.heads, self.head_dim)
-        s = torch.einsum("rhd,nhd->hrn", q, keys) * SCALE
+        s = torch.einsum("rhd,nhd->hrn", q, keys[..., : self.head_dim]) * SCALE
         if cap := self.options.get("softcap"):
             s = cap * torch.tanh(s / cap)
-        position, at = torch.arange(first, last)[:, None], torch.arange(last)
-        seen = at <= position
+        position, at = torch.arange(first, last)[:, None], torch.arange(end)
+        seen = at <= position + self.ahead
         if window := self.options.get("window"):
-            seen &= at > position - window
-        p = s.masked_fill(~seen, -torch.inf).softmax(-1)
-        return torch.einsum("hrn,nhd->rhd", p, values).flatten(1)
+            seen &= at > position - window if window > 0 else at >= position // -window * -window
+        s = s.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            s = torch.cat([s, self.sinks.double()[:, None, None].expand(-1, last - first, 1)], -1)
+        p = s.softmax(-1)[..., :end]
+        return torch.einsum("hrn,nhd->rhd", p, values[..., : self.value_dim]).flatten(1)
 
     def step(
         self, chunks: Sequence[Chunk], partials: int = 64, many: int = 64, programs: int = 3, seed: int = 0,
@@ -83,7 +96,7 @@ class Problem:
         """
         counts = [-(-last // self.block) for _, _, last in chunks]
         places = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed))
-        codes = torch.full((2, len(places), self.kv_heads, self.block, self.head_dim), torch.nan)
+        codes = torch.full((2, len(places), self.kv_heads, self.block, self.size), torch.nan)
         codes = codes.to(STORED[self.cache_dtype])
         if self.cache_dtype == "int8":
             codes.fill_(77)
@@ -94,6 +107,7 @@ class Problem:
             blocks = places[:count]
             places = places[count:]
             at = torch.arange(last)
+            assert not self.ahead or last == self.lens[sequence], "rows see the end of their text"
             where = (slice(None), blocks[at // self.block], slice(None), at % self.block)
             bits = codes.view(torch.uint8) if codes.element_size() == 1 else codes
             ours = self.codes[sequence][:last]
@@ -103,18 +117,22 @@ class Problem:
                 scales[where] = own_scales[:last].transpose(0, 1).permute(1, 0, 2)
             table += [*blocks.tolist(), *[int(places[-1])] * spare]
         scaled = tuple(scales) if self.cache_dtype in ("int8", "fp8_e4m3") else (None, None)
-        cache = LayerCache(self.cache_dtype, codes[0], codes[1], *scaled)
+        keys = codes[0, ..., : self.head_dim].contiguous()
+        values = keys[..., : self.value_dim] if self.shared else codes[1, ..., : self.value_dim].contiguous()
+        if self.shared:
+            scaled = (scaled[0], scaled[0])
+        cache = LayerCache(self.cache_dtype, keys, values, *scaled, shares_key=self.shared)
         rows = torch.cat([self.query[sequence][first:last] for sequence, first, last in chunks])
         # Rows of a wider tensor, as queries lie beside keys and values; one more row than the step has.
         query = torch.full((len(rows) + 1, rows.shape[1] + 16), torch.nan, dtype=self.dtype)
         query[:-1, : rows.shape[1]] = rows
-        group = spans.group_rows(self.heads, self.kv_heads)
+        group = spans.group_rows(self.heads, self.kv_heads, self.size)
         few = max(16, group)
         items = getattr(module, "spans", spans).work_list(
             [first for _, first, _ in chunks], [last - first for _, first, last in chunks], begin, few // group,
-            many // group, partials,
+            many // group, partials, self.ahead > 0,
         )  # fmt: skip
-        scratch = spans.make_scratch(max(partials, 1), self.heads, self.kv_heads, self.head_dim, "cpu")
+        scratch = spans.make_scratch(max(partials, 1), self.heads, self.kv_heads, self.head_dim, "cpu", self.value_dim)
         scratch.sums.fill_(torch.nan)
         scratch.totals.fill_(torch.nan)
 
@@ -122,11 +140,11 @@ class Problem:
             launches: list[Launch] = module.attention(
                 query, out["out"], cache, torch.tensor(table, dtype=torch.int32), torch.from_numpy(items), scratch,
                 heads=self.heads, kv_heads=self.kv_heads, scale=SCALE, programs=programs,
-                chosen=(Config({"BM": few}), Config({"BM": many})), **self.options,
+                chosen=(Config({"BM": few}), Config({"BM": many})), sinks=self.sinks, ahead=self.ahead, **self.options,
             )  # fmt: skip
             return launches
 
-        return make, {"out": poisoned(len(rows) + 1, rows.shape[1], dtype=self.out_dtype)}
+        return make, {"out": poisoned(len(rows) + 1, self.heads * self.value_dim, dtype=self.out_dtype)}
 
     def run(
         self, mode: str, chunks: Sequence[Chunk], order: Callable[[int], list[int]] | None = None, **options: Any
@@ -149,7 +167,20 @@ CASES = [
     {"cache": "float16", "dtype": torch.float16, "heads": 3, "kv_heads": 1, "head_dim": 24, "block": 8},
     {"cache": "float32", "dtype": torch.float32, "heads": 2, "block": 128},
     {"cache": "float16", "heads": 2},
+    {"sinks": True, "window": 40, "softcap": 3.0},
+    {"sinks": True, "cache": "int8"},
+    {"window": -600},
+    {"head_dim": 24, "value_dim": 40, "cache": "fp8_e4m3"},
+    {"head_dim": 24, "value_dim": 16, "shared": True, "kv_heads": 1},
+    {"head_dim": 40, "value_dim": 24, "shared": True, "kv_heads": 1, "cache": "int8", "sinks": True},
 ]
+WIDE_HEADS = [
+    {"heads": 20, "kv_heads": 1, "head_dim": 288, "value_dim": 256, "shared": True},
+    {"heads": 2, "kv_heads": 1, "head_dim": 272},
+    {"heads": 2, "kv_heads": 1, "head_dim": 272, "dtype": torch.float32, "cache": "float32"},
+]
+"""Heads in tiles of fewer keys, in pieces, and with keys in two parts."""
+SHORT = [(0, 500, 504), (1, 70, 90), (0, 512, 513)]
 
 
 @pytest.mark.sampled(4)
@@ -162,17 +193,45 @@ def test_the_kernel_writes_what_its_twin_writes(case: dict[str, Any]) -> None:
     assert_close(written(make, outputs)["out"][:-1], expected)
 
 
+@pytest.mark.parametrize("case", WIDE_HEADS, ids=lambda case: " ".join(map(str, case.values())))
+def test_heads_wider_than_256_are_summed_alike(case: dict[str, Any]) -> None:
+    problem = Problem(**case, out_dtype=torch.float32, lens=(514, 90))
+    make, outputs = problem.step(SHORT)
+    expected = torch.cat([problem.exact(chunk) for chunk in SHORT])
+    few = problem.run("interpreted", SHORT, order=backwards)
+    assert_close(torch.cat(few), written(make, outputs)["out"][:-1], 5e-3)
+    assert_close(torch.cat(few), expected, 2e-2)
+    many = problem.run("interpreted", [(0, 496, 513)], many=32)[0]
+    assert torch.equal(many[4:8], few[0]), "in a large tile"
+    assert torch.equal(many[16:], few[2]), "split among programs"
+
+
+def test_rows_that_see_later_ones_have_the_bits_of_their_text() -> None:
+    """In any tile, with another text beside it; `ahead` beyond the text, and a window to both sides."""
+    for ahead, window in ((600, 0), (30, 31)):
+        problem = law_problem(ahead=ahead, window=window, lens=(530, 12))
+        texts = [(0, 500, 530), (1, 0, 12)]
+        make, outputs = problem.step(texts, many=16)
+        whole = written(make, outputs, "interpreted")["out"][:-1]
+        assert_close(written(make, outputs)["out"][:-1], whole, TOLERANCES[torch.bfloat16])
+        assert_close(whole, torch.cat([problem.exact(text) for text in texts]), TOLERANCES[torch.bfloat16])
+        alone = problem.run("interpreted", texts[:1], many=64, order=backwards)[0]
+        assert torch.equal(alone, whole[:30])
+        last = problem.run("interpreted", [(0, 520, 530)])[0]
+        assert torch.equal(last, whole[20:30]), "in small tiles, split"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_twin_is_near_the_reference(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
-    problem = Problem(dtype, name, window=300, softcap=2.0, lens=(600,))
+    problem = Problem(dtype, name, window=300, softcap=2.0, lens=(600,), sinks=True)
     blocks = -(-600 // BLOCK)
     cache = problem.codes[0].transpose(0, 1)
     padded = torch.zeros(2, blocks * BLOCK, *cache.shape[2:], dtype=dtype)
     padded[:, :600] = cache
     rows = make_forward_batch(Chunks([500], [list(range(100))], [list(range(blocks))]), BLOCK, torch.device("cpu"))
     query = problem.query[0][500:].view(100, 4, 16)
-    scoring = Scoring(SCALE, 300, softcap=2.0)
+    scoring = Scoring(SCALE, 300, softcap=2.0, sinks=problem.sinks)
     expected = reference(query, TorchCache(*padded.view(2, blocks, BLOCK, 2, 16)), rows, scoring)
     assert_close(problem.run("twin", [(0, 500, 600)])[0], expected.flatten(1))
 
@@ -208,7 +267,17 @@ def assert_law(problem: Problem, mode: str, module: Modules = lambda chunks: ker
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["twin", "interpreted"])
-@pytest.mark.parametrize("options", [{}, {"window": 700, "softcap": 2.0}], ids=["full", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 700, "softcap": 2.0},
+        {"sinks": True},
+        {"window": -515, "sinks": True},
+        {"head_dim": 24, "value_dim": 16, "shared": True},
+    ],
+    ids=["full", "window", "sinks", "chunks", "latent"],
+)
 def test_a_row_has_the_same_bits_however_the_step_is_cut(options: dict[str, Any], mode: str) -> None:
     assert_law(law_problem(**options), mode)
 
@@ -300,6 +369,7 @@ BROKEN = {
         ("place += num_rows * HEADS", "place -= num_rows * HEADS"),
     ],
     "merged too soon": [("== parts - 1", "== parts - 2")],
+    "no sink in small tiles": [("if sinks is not None:", "if KIND == 1 and sinks is not None:")],
 }
 
 
@@ -317,7 +387,7 @@ def test_tiles_and_spans_that_follow_the_step_are_caught(fault: str, mode: str, 
 def test_a_broken_kernel_is_caught(fault: str, tmp_path: Path) -> None:
     broken = variant(tmp_path / "broken", *BROKEN[fault])
     with pytest.raises(AssertionError):
-        assert_law(law_problem(), "interpreted", lambda chunks: broken)
+        assert_law(law_problem(sinks="sink" in fault), "interpreted", lambda chunks: broken)
 
 
 def test_a_twin_that_reads_past_the_end_is_caught(tmp_path: Path) -> None:
@@ -339,21 +409,24 @@ def launches() -> list[Launch]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def every(
-        heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, cache: str, **options: Any
+        heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, cache: str, value_dim: int = 0, **options: Any
     ) -> Iterator[Launch]:
-        stored = STORED[cache]
-        codes = meta(64, kv_heads, BLOCK, head_dim, dtype=stored)
-        scales = meta(64, kv_heads, BLOCK, dtype=torch.float32) if cache in ("int8", "fp8_e4m3") else None
-        rows = meta(512, heads * head_dim, dtype=dtype)
+        stored, shared = STORED[cache], bool(value_dim)
+        shape = LayerShape(kv_heads, head_dim, value_dim, shares_key=shared)
+        layer = KVCache([shape], [64], BLOCK, cache, torch.device("meta")).layers[0]
+        rows, out = (meta(512, heads * size, dtype=dtype) for size in (head_dim, shape.value_size))
+        sinks = {"sinks": meta(heads, dtype=dtype)} if options.pop("sinks", False) else {}
         pair = kernel.attention(
-            rows, rows, LayerCache(cache, codes, codes, scales, scales), meta(512), meta(512, spans.ITEM),
-            spans.make_scratch(64, heads, kv_heads, head_dim, "meta"), heads=heads, kv_heads=kv_heads, scale=SCALE,
-            programs=264, **options,
+            rows, out, layer, meta(512), meta(512, spans.ITEM),
+            spans.make_scratch(64, heads, kv_heads, head_dim, "meta", value_dim), heads=heads, kv_heads=kv_heads,
+            scale=SCALE, programs=264, **sinks, **options,
         )  # fmt: skip
         for launch in pair:
             suited: dict[str, tuple[Config, list[int]]] = {}
             for capability in CAPABILITIES[1:] if "fp8" in cache else CAPABILITIES:
-                for config in kernel.configs(launch.kernel, heads, kv_heads, head_dim, dtype, stored, capability):
+                for config in kernel.configs(
+                    launch.kernel, heads, kv_heads, head_dim, dtype, stored, capability, shared
+                ):
                     suited.setdefault(config.name, (config, []))[1].append(capability)
             for config, capabilities in suited.values():
                 yield dataclasses.replace(launch, config=dataclasses.replace(config, capabilities=tuple(capabilities)))
@@ -367,6 +440,12 @@ def launches() -> list[Launch]:
         *every(32, 8, 128, torch.float32, "float32"),
         *every(8, 4, 256, bf16, "bfloat16"),
         *every(9, 3, 64, torch.float16, "float16", softcap=30.0),
+        *every(64, 8, 64, bf16, "bfloat16", window=128, sinks=True),
+        *every(128, 1, 576, bf16, "bfloat16", 512),
+        *every(16, 1, 576, bf16, "int8", 512),
+        *every(32, 1, 320, bf16, "bfloat16", 256),
+        *every(16, 2, 512, bf16, "bfloat16"),
+        *every(16, 1, 576, torch.float32, "float32", 512),
     ]
 
 
@@ -374,7 +453,7 @@ def is_default(launch: Launch, capability: int) -> bool:
     """Whether a launch of `launches` has the configuration that is taken where none was measured."""
     a: Any = launch.arguments
     heads = (a["KV_HEADS"] * a["GROUP"], a["KV_HEADS"], a["DIM"], a["query"].dtype, a["keys"].dtype)
-    return launch.config.name == kernel.configs(launch.kernel, *heads, capability)[0].name
+    return launch.config.name == kernel.configs(launch.kernel, *heads, capability, a["SHARED"])[0].name
 
 
 @pytest.mark.slow

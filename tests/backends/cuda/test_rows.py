@@ -171,13 +171,16 @@ def test_blocks_are_copied_one_pair_after_the_other(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_a_block_takes_the_bytes_that_it_is_said_to_take(dtype: str) -> None:
-    shapes = [LayerShape(2, 24), LayerShape(1, 20, kind=1), LayerShape(2, 24), LayerShape(2, 24, source=0)]
+    shapes = [LayerShape(2, 24), LayerShape(1, 20, 9, kind=1), LayerShape(2, 24), LayerShape(2, 24, source=0)]
+    shapes += [LayerShape(1, 24, 16, shares_key=True)]
     cache = KVCache(shapes, [5, 3], 16, dtype, torch.device("cpu"))
     assert [len(cache.read_block(2, kind)) for kind in (0, 1)] == [block_bytes(shapes, k, 16, dtype) for k in (0, 1)]
     assert cache.layers[2].keys.shape == (5, 2, 16, 24)
     assert cache.layers[3] is cache.layers[0]
-    with pytest.raises(CheckpointError, match="values of 9 numbers beside keys of 20"):
-        KVCache([LayerShape(1, 20, 9)], [1], 16, dtype, torch.device("cpu"))
+    assert cache.layers[1].values.shape == (3, 1, 16, 9)
+    assert cache.layers[4].values.data_ptr() == cache.layers[4].keys.data_ptr()
+    with pytest.raises(CheckpointError, match="keys of 580 numbers with values of 512, 576 and 512 at most"):
+        KVCache([LayerShape(1, 580, 512)], [1], 16, dtype, torch.device("cpu"))
 
 
 def test_a_grid_from_a_host_number_is_caught_by_the_next_step() -> None:

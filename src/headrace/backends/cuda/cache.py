@@ -27,12 +27,15 @@ STORED = {
 SCALED = ("int8", "fp8_e4m3")
 """Types whose codes have a float32 scale for each token and head: a number is its code times the scale."""
 
+MOST_KEY, MOST_VALUE = 576, 512
+"""Numbers of a key and of a value that the kernels take: their tiles must fit in registers and shared memory."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """keys and values [num_blocks, kv_heads, block_size, head_dim] of one layer of block kind `kind`, of the dtype in
-    `STORED`; their scales float32 [num_blocks, kv_heads, block_size], None for types that have none. All are
-    contiguous."""
+    """keys [num_blocks, kv_heads, block_size, head_dim] and values [..., value_dim] of one layer of block kind `kind`,
+    of the dtype in `STORED`; their scales float32 [num_blocks, kv_heads, block_size], None for types that have none.
+    All are contiguous, but values of a cache that `shares_key`: they are the keys' first numbers, with their scales."""
 
     dtype: str
     keys: Tensor
@@ -40,10 +43,18 @@ class LayerCache:
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
     kind: int = 0
+    shares_key: bool = False
 
     @property
     def block_size(self) -> int:
         return self.keys.shape[2]
+
+    def parts(self) -> list[Tensor]:
+        """Return the arrays, with blocks on the first axis."""
+        stored = [self.keys, self.key_scales]
+        if not self.shares_key:
+            stored = [self.keys, self.values, self.key_scales, self.value_scales]
+        return [part for part in stored if part is not None]
 
 
 class KVCache:
@@ -63,29 +74,31 @@ class KVCache:
         self.pool_sizes, self.block_size, self.device = tuple(pool_sizes), block_size, device
         self.layers: list[LayerCache] = []
         for shape in shapes:
+            if shape.states:
+                raise CheckpointError("backend cuda has no kernels for layers with a state; use cpu or torch_ref")
             if shape.source is not None:
                 self.layers.append(self.layers[shape.source])
                 continue
-            if shape.shares_key or shape.value_size != shape.head_dim:
+            if shape.head_dim > MOST_KEY or shape.value_size > MOST_VALUE:
                 raise CheckpointError(
-                    f"backend cuda has no kernels for values of {shape.value_size} numbers beside keys of "
-                    f"{shape.head_dim}; use cpu or torch_ref"
+                    f"backend cuda has no kernels for keys of {shape.head_dim} numbers with values of "
+                    f"{shape.value_size}, {MOST_KEY} and {MOST_VALUE} at most; use cpu or torch_ref"
                 )
-            sizes, stored = (2, pool_sizes[shape.kind], shape.num_kv_heads, block_size), STORED[dtype]
-            # A view, because not each device fills each type; of a layer that another rank has, an empty one.
-            codes = zeros((*sizes, max(1, shape.head_dim) * stored.itemsize), torch.uint8, device).view(stored)
-            codes = codes[..., : shape.head_dim]
-            layer = LayerCache(dtype, codes[0], codes[1], kind=shape.kind)
+            sizes = pool_sizes[shape.kind], shape.num_kv_heads, block_size
+            keys = _codes(sizes, shape.head_dim, dtype, device)
+            values = keys[..., : shape.value_size]
+            if not shape.shares_key:
+                values = _codes(sizes, shape.value_size, dtype, device)
+            layer = LayerCache(dtype, keys, values, kind=shape.kind, shares_key=shape.shares_key)
             if dtype in SCALED:
-                scales = zeros(sizes, torch.float32, device)
-                layer = replace(layer, key_scales=scales[0], value_scales=scales[1])
+                scales = zeros((1 if shape.shares_key else 2, *sizes), torch.float32, device)
+                layer = replace(layer, key_scales=scales[0], value_scales=scales[-1])
             self.layers.append(layer)
 
     def _parts(self, kind: int | None) -> list[Tensor]:
         """Return the arrays of a kind, or of every kind, with its blocks on the first axis."""
         layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
-        parts = [(each.keys, each.values, each.key_scales, each.value_scales) for each in layers.values()]
-        return [part for layer in parts for part in layer if part is not None]
+        return [part for layer in layers.values() for part in layer.parts()]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         """Copy whole blocks (source, target) of a kind, one pair after the other."""
@@ -116,6 +129,13 @@ def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, dtype:
     total = 0
     for shape in shapes:
         if shape.kind == kind and shape.source is None:
-            per_head = shape.head_dim * STORED[dtype].itemsize + (4 if dtype in SCALED else 0)
-            total += 2 * block_size * shape.num_kv_heads * per_head
+            sizes = [shape.head_dim] if shape.shares_key else [shape.head_dim, shape.value_size]
+            per_head = sum(size * STORED[dtype].itemsize + (4 if dtype in SCALED else 0) for size in sizes)
+            total += block_size * shape.num_kv_heads * per_head
     return total
+
+
+def _codes(sizes: tuple[int, ...], width: int, dtype: str, device: torch.device) -> Tensor:
+    # A view, because not each device fills each type; of a layer that another rank has, an empty one.
+    stored = STORED[dtype]
+    return zeros((*sizes, max(1, width) * stored.itemsize), torch.uint8, device).view(stored)[..., :width]

@@ -81,27 +81,26 @@ class CudaOps:
         return self._put("select", x.width, LOGITS, x=x, rows=rows)
 
     def rms_norm(self, x: Value, weight: Tensor | None, eps: float, offset: float = 0.0, heads: int = 1) -> Value:
-        if weight is None or heads > 1:
-            raise CheckpointError(
-                "backend cuda has no kernels for norms without weights or of heads; use cpu or torch_ref"
-            )
-        return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=offset, bias=None, centred=False)
+        fields = {"weight": weight, "eps": eps, "offset": offset, "bias": None, "centred": False, "heads": heads}
+        return self._put("norm", x.width, x.dim, x=x, **fields)
 
     def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Value:
-        if bias is None or offset:
-            raise CheckpointError(
-                "backend cuda has no kernels for layer norms without biases or with offsets; use cpu or torch_ref"
-            )
-        return self._put("norm", x.width, x.dim, x=x, weight=weight, eps=eps, offset=0.0, bias=bias, centred=True)
+        fields = {"weight": weight, "eps": eps, "offset": offset, "bias": bias, "centred": True, "heads": 1}
+        return self._put("norm", x.width, x.dim, x=x, **fields)
 
     def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:
-        raise CheckpointError("backend cuda has no kernels for norms of some columns; use cpu or torch_ref")
+        # In place: the other columns stay where the next operator reads them.
+        part = self.columns(x, first, num * len(norm.weight))
+        self._read(part)
+        fields = norm._asdict() | {"bias": None, "centred": False, "heads": num}
+        self.graph.put("norm", x.dim, None, fields | {"x": part, "out": part})
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
 
     def scale(self, x: Value, factor: float) -> Value:
         return self._put("scale", x.width, x.dim, x=x, factor=factor)
 
     def columns(self, x: Value, first: int, width: int) -> Value:
-        raise CheckpointError("backend cuda has no kernels for columns of a row; use cpu or torch_ref")
+        return self.graph.columns(x, first, width)
 
     def softcap(self, x: Value, cap: float) -> Value:
         return self._put("softcap", x.width, x.dim, item_bytes=4, x=x, cap=cap)
@@ -110,7 +109,7 @@ class CudaOps:
         return self._put("activation", x.width, x.dim, x=x, kind=kind)
 
     def xielu(self, x: Value, positive: float, negative: float, beta: float) -> Value:
-        raise CheckpointError("backend cuda has no kernels for the activation xielu; use cpu or torch_ref")
+        return self._put("xielu", x.width, x.dim, x=x, positive=positive, negative=negative, beta=beta)
 
     def gated(self, x: Value, kind: Activation) -> Value:
         node = x.node
@@ -136,10 +135,18 @@ class CudaOps:
         return out
 
     def by_head(self, x: Value, matrices: Sequence[Matrix], tail: int = 0) -> Value:
-        raise CheckpointError("backend cuda has no kernels for products by head; use cpu or torch_ref")
+        weights = self._stacked(matrices)
+        heads, num_out, num_in = weights.shape
+        out = self._put("by_head", heads * (num_out + tail), x.dim, x=x, weights=weights, tail=tail)
+        if out.node is not None:
+            out.node.note, out.node.read_bytes = cuda_matrix(matrices[0]).name, weights.nbytes
+            out.node.row_ops = 2 * heads * num_in * num_out
+        return out
 
     def rope(self, x: Value, num_heads: int, head_dim: int, rows: StepRows, rope_table: RopeTable) -> Value:
-        raise CheckpointError("backend cuda has no kernels for rope beside the cache; use cpu or torch_ref")
+        fields = {"num_heads": num_heads, "head_dim": head_dim, "rows": rows, "rope_table": rope_table}
+        self.graph.put("rope", x.dim, None, fields | {"x": self._read(x)})
+        return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
 
     def rope_store(
         self, qkv: Value, heads: Heads, rows: StepRows, cache: LayerCache, form: HeadForm = HeadForm()
@@ -149,11 +156,7 @@ class CudaOps:
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node, column=qkv.column)
 
     def attention(self, query: Value, heads: Heads, rows: StepRows, cache: LayerCache, scoring: Scoring) -> Value:
-        if scoring.sinks is not None or scoring.chunked or scoring.ahead:
-            raise CheckpointError(
-                "backend cuda has no kernels for attention with sinks, chunks or later tokens; use cpu or torch_ref"
-            )
-        width = heads.num_heads * heads.head_dim
+        width = heads.num_heads * heads.value_size
         return self._put(
             "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scoring=scoring
         )  # fmt: skip
@@ -174,7 +177,7 @@ class CudaOps:
         return self._put("multiply", x.width, x.dim, x=x, gate=gate, kind=kind)
 
     def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
-        """Return the weights of all experts [E, out, in], codes widened, copied side by side the first time."""
+        """Return the weights of all experts or heads [E, out, in], codes widened, copied side by side the first time."""
         parts = [cuda_matrix(matrix) for matrix in matrices]
         if any(part.bias is not None for part in parts):
             raise CheckpointError(f"{parts[0].name}: backend cuda has no kernels for experts with biases")

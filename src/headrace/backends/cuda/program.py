@@ -131,6 +131,7 @@ class CudaProgram:
         self._logits = torch.zeros(max_chunks, logits.ld, device=device)
         outside = {logits.buffer: self._logits} | ({features.buffer: self._features} if features else {})
         self._tile_rows = tile_rows(graph, ops.dtype, ops.device)
+        self._sees_all = any(node.op == "attention" and node.fields["scoring"].ahead for node in graph.nodes)
         self.tape = self._make_tape(graph, outside, ops)
         self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
         self.whole = self._replay(self._bind_whole, max_rows)
@@ -264,7 +265,8 @@ class CudaProgram:
         """Write the ints of `chunks` on the host. Returns the number of rows."""
         num_rows = self.inputs.fill(chunks)
         lens = [len(ids) for ids in chunks.token_ids]
-        items = spans.work_list(chunks.starts, lens, self.inputs.table_begin[:-1], *self._tile_rows, self._partials)
+        begins = self.inputs.table_begin[:-1]
+        items = spans.work_list(chunks.starts, lens, begins, *self._tile_rows, self._partials, self._sees_all)
         self._items[: items.size] = items.reshape(-1)
         self._sizes[:2] = num_rows, len(chunks.starts)
         return num_rows
@@ -334,22 +336,24 @@ def tile_rows(graph: Graph, dtype: torch.dtype, device: torch.device) -> tuple[i
     listed = [(1, 1)]
     for node in graph.nodes:
         if node.op == "attention":
-            heads, keys = node.fields["heads"], node.fields["cache"].keys
-            shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-            chosen = attention_configs(device, (*shape, dtype, keys.dtype))
+            heads, cache = node.fields["heads"], node.fields["cache"]
+            shape = (heads.num_heads, heads.num_kv_heads, max(heads.head_dim, heads.value_size))
+            chosen = attention_configs(device, (*shape, dtype, cache.keys.dtype), cache.shares_key)
             node.fields["chosen"] = chosen
-            listed.append(attention.tile_rows(heads.num_heads, heads.num_kv_heads, chosen))
+            listed.append(attention.tile_rows(*shape[:2], chosen, shape[2]))
     few, many = zip(*(listed[1:] or listed), strict=True)
     return min(few), min(many)
 
 
-def attention_configs(device: torch.device, shape: tuple[int, int, int, torch.dtype, torch.dtype]) -> AttentionConfigs:
+def attention_configs(
+    device: torch.device, shape: tuple[int, int, int, torch.dtype, torch.dtype], shared: bool = False
+) -> AttentionConfigs:
     """Return the configs of small and of large tiles: the fastest measured ones, else the defaults. shape: heads, heads
-    of keys, head_dim, types of queries and of the cache."""
+    of keys, numbers of a key or value, types of queries and of the cache. shared: values are a part of the keys."""
     key, kernels = tuned.heads_shape(*shape), {"few": attention.FEW, "many": attention.MANY}
     listed = []
     for name, kernel in kernels.items():
-        suited = attention.configs(kernel, *shape, capability(device))
+        suited = attention.configs(kernel, *shape, capability(device), shared)
         listed.append(tuned.choose(device, f"attention {name}", key, 1, suited, suited[0]))
     return listed[0], listed[1]
 

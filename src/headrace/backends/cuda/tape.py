@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import gathers, tuned
+from headrace.backends.cuda import binders_heads, gathers, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -77,7 +77,7 @@ class Tape:
         self.arena = torch.zeros(max(64, graph.plan(dict(most))), dtype=torch.uint8, device=self.device)
         self._sums: linear.Scratch | None = None
         self._spans: dict[Heads, spans.Scratch] = {}
-        self._pairs: experts.Scratch | None = None
+        self._pairs: dict[tuple[int, ...], experts.Scratch] = {}
         self._most_rows = most[ROWS]
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
         self._rounded = torch.zeros(0), torch.zeros(0)
@@ -152,28 +152,27 @@ class Tape:
     def spans(self, heads: Heads) -> spans.Scratch:
         """Return memory for attention's partial sums."""
         if heads not in self._spans:
-            scratch = spans.make_scratch(
-                self._partials, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.device
-            )
-            self._spans[heads] = scratch
+            self._spans[heads] = spans.make_scratch(self._partials, *heads[:3], self.device, heads.value_size)
         return self._spans[heads]
 
     def pairs(self, top_k: int, down: Tensor) -> experts.Scratch:
-        """Return memory for the rows of experts, which the layers of a model use in turn."""
-        if self._pairs is None:
-            self._pairs = experts.make_scratch(self._most_rows, top_k, down)
-        return self._pairs
+        """Return memory for the rows of experts, which the layers of one form use in turn."""
+        form = top_k, *down.shape
+        if form not in self._pairs:
+            self._pairs[form] = experts.make_scratch(self._most_rows, top_k, down)
+        return self._pairs[form]
 
     @property
     def num_bytes(self) -> int:
         """Of the arena and the scratch of all launches bound so far."""
-        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
+        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ())]
+        scratch += [part for each in self._pairs.values() for part in each]
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
 
     def close(self) -> None:
         """Free the memory."""
-        self._pairs, self._wide, self._gathering = None, self._wide.new_empty(0), self._gathering.new_empty(0)
+        self._pairs, self._wide, self._gathering = {}, self._wide.new_empty(0), self._gathering.new_empty(0)
         self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
 
     def dump(self) -> list[str]:
@@ -232,7 +231,7 @@ def _add(frame: Frame, node: Node) -> list[Launch]:
 
 def _norm(frame: Frame, node: Node) -> list[Launch]:
     f, x, out = node.fields, frame.rows(node.fields["x"]), frame.rows(node.fields["out"])
-    options = {name: f[name] for name in ("eps", "offset", "bias", "centred")}
+    options = {name: f[name] for name in ("eps", "offset", "bias", "centred", "heads")}
     return [norm.norm(x, f["weight"], out, frame.sizes, node.dim, len(out), **options)]
 
 
@@ -331,8 +330,10 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         heads=heads.num_heads,
         kv_heads=heads.num_kv_heads,
         scale=f["scoring"].scale,
-        window=f["scoring"].window or 0,
+        window=f["scoring"].reach,
         softcap=f["scoring"].softcap,
+        sinks=f["scoring"].sinks,
+        ahead=f["scoring"].ahead,
         programs=2 * tape.num_programs,
         chosen=f["chosen"],
     )
@@ -391,4 +392,5 @@ BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "gather": _gather,
     "finite": _finite,
     "best": _best,
+    **binders_heads.BINDERS,
 }

@@ -23,7 +23,13 @@ TILE = 64
 
 ITEM = 8
 """Ints of a work item: first row, number of rows, position of the first row, place of the sequence's first block in the
-step's list of blocks, first span, end of the spans, place of the tile's first partial sum or -1, and nothing."""
+step's list of blocks, first span, end of the spans, place of the tile's first partial sum or -1, end of the chunk."""
+
+LARGE = 256
+"""Heads with more numbers have smaller tiles of keys, and pieces of their own."""
+
+PIECE = 16
+"""Large heads that share a key and are computed by one program."""
 
 SPLIT_ROWS = 16
 """Chunks up to this length take small tiles whose spans may be shared among programs."""
@@ -49,6 +55,7 @@ def work_list(
     few: int,
     many: int,
     partials: int,
+    sees_all: bool = False,
 ) -> NDArray[np.int32]:
     """Return the items [1 + n, ITEM] of a step's chunks: chunk c has lens[c] rows from position starts[c] on.
 
@@ -59,6 +66,7 @@ def work_list(
         few, many: query rows of a small and of a large tile.
         partials: partial sums that the scratch holds. A small tile takes one for each row and span; the longest come
             first, and one that finds no place has a single item.
+        sees_all: rows have the spans of their whole chunk, later positions too.
     """
     start, length = np.asarray(starts, np.int64), np.asarray(lens, np.int64)
     first_row = np.cumsum(length) - length
@@ -68,11 +76,12 @@ def work_list(
     done = (np.arange(len(chunk)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)) * rows[chunk]
     num_rows = np.minimum(rows[chunk], length[chunk] - done)
     position = start[chunk] + done
-    end = (position + num_rows - 1) // SPAN + 1
+    last = (start + length)[chunk]
+    end = ((last if sees_all else position + num_rows) - 1) // SPAN + 1
     tiles = np.zeros((len(chunk), ITEM), np.int32)
     tiles[:, 0], tiles[:, 1], tiles[:, 2] = first_row[chunk] + done, num_rows, position
     tiles[:, 3] = np.asarray(table_begin, np.int64)[chunk]
-    tiles[:, 5], tiles[:, 6] = end, -1
+    tiles[:, 5], tiles[:, 6], tiles[:, 7] = end, -1, last
 
     small = length[chunk] <= SPLIT_ROWS
     order = np.argsort(-(position + num_rows), kind="stable")
@@ -98,29 +107,43 @@ def work_list(
 class Scratch:
     """Partial sums of rows in device memory, used by one attention after the other.
 
-    sums [partials, heads, head_dim] float32: weighted values. totals [partials, heads, 2] float32: largest score and
-    sum of weights. arrived [partials, kv_heads] int32: the spans of a tile done so far, at its first partial sum; 0
-    between launches.
+    sums [partials, heads, value_dim] float32: weighted values. totals [partials, heads, 2] float32: largest score and
+    sum of weights. arrived [partials, kv_heads * pieces] int32: the spans of a tile done so far, at its first partial
+    sum; 0 between launches.
     """
 
     sums: Tensor
     totals: Tensor
     arrived: Tensor
 
-    @staticmethod
-    def num_bytes(partials: int, heads: int, kv_heads: int, head_dim: int) -> int:
-        return 4 * partials * (heads * (head_dim + 2) + kv_heads)
 
-
-def make_scratch(partials: int, heads: int, kv_heads: int, head_dim: int, device: str | torch.device) -> Scratch:
-    """Allocate `Scratch.num_bytes` bytes."""
+def make_scratch(
+    partials: int, heads: int, kv_heads: int, head_dim: int, device: str | torch.device, value_dim: int = 0
+) -> Scratch:
+    """Allocate the scratch. value_dim 0: that of the keys."""
+    value_dim = value_dim or head_dim
+    units = kv_heads * num_pieces(heads, kv_heads, max(head_dim, value_dim))
     return Scratch(
-        torch.zeros(partials, heads, head_dim, device=device),
+        torch.zeros(partials, heads, value_dim, device=device),
         torch.zeros(partials, heads, 2, device=device),
-        torch.zeros(partials, kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(partials, units, dtype=torch.int32, device=device),
     )
 
 
-def group_rows(heads: int, kv_heads: int) -> int:
-    """Return the rows of a product that one query row takes: its heads that share a key head, padded."""
-    return 1 << (heads // kv_heads - 1).bit_length()
+def group_rows(heads: int, kv_heads: int, head_dim: int = 0) -> int:
+    """Return the rows of a product that one query row takes: its heads that share a key head, padded; of heads of more
+    than LARGE numbers a piece of them. head_dim: the larger one of keys and values."""
+    rows = 1 << (heads // kv_heads - 1).bit_length()
+    return min(rows, PIECE) if head_dim > LARGE else rows
+
+
+def num_pieces(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Return the pieces into which the heads that share a key head are cut."""
+    return -(-(heads // kv_heads) // group_rows(heads, kv_heads, head_dim))
+
+
+def tile_keys(head_dim: int, wide: bool) -> int:
+    """Return the keys of one product: one number for all steps, or bits would depend on the step."""
+    if head_dim <= LARGE:
+        return TILE
+    return 16 if wide else 32
