@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.backends.cuda.launch import Launch
 
@@ -98,7 +100,9 @@ def compiled(launch: Launch, capability: int) -> Cubin:
     attributes: dict[tuple[int, ...], Any] = {}
     for place, name in enumerate(names):
         value = values[name]
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
             signature[name] = "*" + TYPES[value.dtype]
             attributes[place,] = [["tt.divisibility", 16]]
         elif parameters[name].do_not_specialize:
@@ -118,7 +122,8 @@ def compiled(launch: Launch, capability: int) -> Cubin:
         "num_stages": launch.config.num_stages,
         "enable_fp_fusion": launch.kernel.fuse,
     }
-    source = ASTSource(fn=launch.kernel.jit, signature=signature, constexprs=constants, attrs=attributes)
+    of_language = GluonASTSource if launch.kernel.jit.is_gluon() else ASTSource
+    source = of_language(fn=launch.kernel.jit, signature=signature, constexprs=constants, attrs=attributes)
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     usage = _dumped(kernel.asm["cubin"], "-res-usage")
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -129,7 +134,7 @@ def compiled(launch: Launch, capability: int) -> Cubin:
         registers=int(resources[1]),
         stack=int(resources[2]),
         shared=int(kernel.metadata.shared),
-        ttir=str(kernel.asm["ttir"]),
+        ttir=str(kernel.asm["ttgir" if launch.kernel.jit.is_gluon() else "ttir"]),
         ttgir=str(kernel.asm["ttgir"]),
         ptx=str(kernel.asm["ptx"]),
         binary=kernel.asm["cubin"],

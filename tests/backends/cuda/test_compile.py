@@ -18,17 +18,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.backends.cuda import test_attention, test_experts, test_linear, test_linear_8bit, test_linear_codes
+from tests.backends.cuda import (
+    test_attention,
+    test_experts,
+    test_linear,
+    test_linear_8bit,
+    test_linear_codes,
+    test_linear_ws,
+)
 from tests.backends.cuda.test_linear import meta
 from tests.support.cubin import CAPABILITIES, compiled, faults
 
 from headrace.backends.cuda import tuned
-from headrace.backends.cuda.kernels import experts, linear, linear_8bit, linear_codes
+from headrace.backends.cuda.kernels import experts, linear, linear_8bit, linear_codes, linear_ws
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
-FILES = "attention best choose experts linear linear_8bit linear_codes norm rope_store rows".split()
+FILES = "attention best choose experts linear linear_8bit linear_codes linear_ws norm rope_store rows".split()
 HEAVY = ("attention", "linear", "linear_codes")
 LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
 """Kernels of which the types of the tensors are left to the slow test."""
@@ -69,6 +76,10 @@ def defaults(file: str, capability: int) -> list[Launch]:
             for n, k, gated in SHAPES
         ]
         return [*launches, *[each for each in test_linear_8bit.launches() if each.kernel is linear_8bit.ROUND_ROWS]]
+    if file == "linear_ws" and capability == 90:
+        types = (torch.bfloat16, torch.float8_e4m3fn)
+        launches = [test_linear_ws.launch_of(n, k, None, gated, kind) for kind in types for n, k, gated in SHAPES]
+        return [*launches, test_linear_ws.launch_of(128256, 4096, None, out_dtype=torch.float32)]
     if file == "linear_codes":
         schemes = (Scheme("i4", 64), Scheme("i4", 32), Scheme("i4", 64, True), Scheme("i8"))
         launches = [
@@ -150,12 +161,14 @@ def taken(num_out: int, num_in: int, gated: bool, rows: int) -> set[tuple[str, s
         for scheme in test_linear_codes.SCHEMES_HERE:
             launches = test_linear_codes.launch_of(scheme, num_out // (1 + gated), num_in, gated=gated, num_rows=rows)
             pairs += [(each.kernel, each.config) for each in launches]
+    specialised = [linear_ws.default(weight, rows, gated) for weight in (plain, eight)]
+    pairs += [(linear_ws.KERNEL, config) for config in specialised if config is not None]
     pairs += [(experts.GROUPED, experts.default(meta(8, num_out, num_in), rows))]
     return {(kernel.name, config.name) for kernel, config in pairs}
 
 
 def test_no_configuration_that_is_taken_is_left_out() -> None:
-    files = ("experts", "linear", "linear_8bit", "linear_codes")
+    files = ("experts", "linear", "linear_8bit", "linear_codes", "linear_ws")
     compiled_here = {(each.kernel.name, each.config.name) for file in files for each in once(defaults(file, 90), 90)}
     shapes = [*[(n * (1 + gated), k, gated) for n, k, gated in SHAPES], (6144, 4096, False), (1536, 576, False)]
     shapes += [(128256, 2048, False), (2048, 8192, False), (96, 64, True), (4096, 14336, False)]
@@ -179,7 +192,7 @@ def test_configurations_that_a_file_names_are_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_every_configuration_compiles_for_every_gpu(file: str, capability: int) -> None:
     launches = launches_of(file, capability)
-    assert launches
+    assert launches or (file, capability != 90) == ("linear_ws", True)
     wrong = wrong_with(launches, capability)
     assert not wrong, "\n".join(wrong)
     # What has no stack has no spilled registers: here the instructions are read too.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-Argument: TypeAlias = "Tensor | int | float | bool | str | None"
+Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | bool | str | None"
 
 
 LIKE = {80: 80, 87: 80, 90: 90, 100: 100, 103: 100}

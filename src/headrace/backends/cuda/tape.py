@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import binders_heads, gathers, tuned
+from headrace.backends.cuda import binders_heads, gathers, trust, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -24,6 +24,7 @@ from headrace.backends.cuda.kernels import (
     linear,
     linear_8bit,
     linear_codes,
+    linear_ws,
     norm,
     rope_store,
     rows,
@@ -203,6 +204,20 @@ class Frame:
         shape = tuned.matrix_shape(matrix.num_out, matrix.num_in, form, gated)
         return tuned.choose(self.tape.gpu, kernel.name, shape, rows, kernel.configs, default)
 
+    def many(self, node: Node, operands: tuple[Tensor, ...], form: str, kernel: Kernel, usual: Config) -> Config:
+        """Return the config of `linear_ws` for a linear layer of many rows, where it is faster than `kernel`, whose
+        config is `usual`. operands: those that it would load, the weights last."""
+        matrix, gated, num_rows = node.fields["matrix"], node.fields["gate"] is not None, self.most[node.dim]
+        weight, gpu = operands[-1], self.tape.gpu
+        is_few = num_rows <= linear_ws.MOST_FEW
+        if is_few or not linear_ws.can_load(*operands) or not trust.is_trusted(gpu, weight.dtype):
+            return usual
+        suited = [c for c in linear_ws.KERNEL.configs if linear_ws.suits(c, weight, gated, matrix.num_whole)]
+        shape = tuned.matrix_shape(matrix.num_out, matrix.num_in, form, gated)
+        default = linear_ws.default(weight, num_rows, gated, matrix.num_whole) or usual
+        # What was measured of both kernels, by the names of their configs.
+        return tuned.choose(gpu, linear_ws.KERNEL.name, shape, num_rows, [*suited, *kernel.configs], default)
+
     def rows(self, value: Value) -> Tensor:
         """Return a value's rows in the bucket."""
         return self.tape.value(value, self.most[value.dim])
@@ -265,18 +280,20 @@ def _linear(frame: Frame, node: Node) -> list[Launch]:
     config, needed = _linear_config(frame, node)
     options |= {"config": config, "scratch": tape.sums(needed) if any(needed) else None}
     step = frame.sizes, node.dim, num_rows
+    product = linear_ws.linear_ws if linear_ws.is_config(config) else linear.linear
     if isinstance(weight, EightBits):
         # Rows are rounded, and multiplied with weights of the same type.
         codes, scales = tape.rounded(matrix.num_in, weight.grouped)
         codes = codes[:num_rows]
-        return [
-            linear_8bit.round_rows(x, codes, scales, *step, grouped=weight.grouped),
-            linear_8bit.linear_8bit(codes, scales, weight.codes, weight.scales, out, *step, **options),
-        ]
+        rounded = linear_8bit.round_rows(x, codes, scales, *step, grouped=weight.grouped)
+        if linear_ws.is_config(config):
+            options |= {"x_scales": scales, "w_scales": weight.scales}
+            return [rounded, linear_ws.linear_ws(codes, weight.codes, out, *step, **options)]
+        return [rounded, linear_8bit.linear_8bit(codes, scales, weight.codes, weight.scales, out, *step, **options)]
     if isinstance(weight, Tensor):
-        return [linear.linear(x, weight, out, *step, **options)]
+        return [product(x, weight, out, *step, **options)]
     wide = tape.wide(matrix.num_in * matrix.num_out) if num_rows > linear_codes.MOST_ROWS else None
-    return linear_codes.linear_codes(x, weight, out, *step, wide=wide, **options)
+    return linear_codes.linear_codes(x, weight, out, *step, wide=wide, product=product, **options)
 
 
 def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
@@ -287,14 +304,17 @@ def _linear_config(frame: Frame, node: Node) -> tuple[Config, tuple[int, int]]:
         form = tuned.dtype_name(weight.codes.dtype) + "-128" * weight.grouped
         config = linear_8bit.default(weight.codes, num_rows, gated, weight.grouped, num_whole)
         config = frame.config(linear_8bit.KERNEL, matrix, form, gated, num_rows, config)
+        if not weight.grouped:
+            config = frame.many(node, (weight.codes,), form, linear_8bit.KERNEL, config)
         return config, linear.scratch_numbers(weight.codes, num_rows, config, num_whole)
     if not isinstance(weight, Tensor) and num_rows <= linear_codes.MOST_ROWS:
         config = linear_codes.default(weight, num_rows, gated)
         config = frame.config(linear_codes.KERNEL, matrix, tuned.scheme_key(matrix.scheme), gated, num_rows, config)
         return config, linear_codes.scratch_numbers(weight, num_rows, config, num_whole)
     plain = torch.empty(matrix.num_out, matrix.num_in, dtype=dtype, device="meta")
-    config = linear.default(plain, num_rows, gated, num_whole)
-    config = frame.config(linear.KERNEL, matrix, tuned.dtype_name(dtype), gated, num_rows, config)
+    config, form = linear.default(plain, num_rows, gated, num_whole), tuned.dtype_name(dtype)
+    config = frame.config(linear.KERNEL, matrix, form, gated, num_rows, config)
+    config = frame.many(node, (frame.rows(node.fields["x"]), plain), form, linear.KERNEL, config)
     return config, linear.scratch_numbers(plain, num_rows, config, num_whole)
 
 

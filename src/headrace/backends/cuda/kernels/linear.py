@@ -267,7 +267,7 @@ def scratch_numbers(weight: Tensor, num_rows: int, config: Config, num_whole: in
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
     num_out, num_in = weight.shape
     tiles, spans = num_tiles(num_out, num_rows, config), num_spans(num_whole or num_out, num_in)
-    if spans == 1 or not config.tiles["APART"]:
+    if spans == 1 or not config.tiles.get("APART"):
         return 0, 0
     return tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles
 

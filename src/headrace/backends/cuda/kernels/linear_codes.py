@@ -14,6 +14,7 @@ padded to whole blocks with scale 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -468,11 +469,12 @@ def linear_codes(
     gated: bool = False,
     num_whole: int = 0,
     config: Config | None = None,
+    product: Callable[..., Launch] = dense.linear,
 ) -> list[Launch]:
     """`linear.linear` with a weight of codes.
 
-    wide: scratch for N * K numbers of x's dtype. If given, the weights are first written there and `config` is one of
-    `linear`: for many rows. The bits are the same.
+    wide: scratch for N * K numbers of x's dtype. If given, the weights are first written there and multiplied by
+    `product`, whose `config` it is: for many rows. The bits are the same.
     """
     num_out, num_in = weight.num_out, weight.num_in
     if wide is not None:
@@ -482,7 +484,7 @@ def linear_codes(
         widen = Launch(WIDEN, (-(-num_out // WIDEN.configs[0].tiles["COLS"]), blocks), values, WIDEN.configs[0])
         return [
             widen,
-            dense.linear(
+            product(
                 x, plain, out, sizes, dim, num_rows, num_programs=num_programs, scratch=scratch, bias=bias,
                 residual=residual, activation=activation, gated=gated, num_whole=num_whole, config=config,
             ),
