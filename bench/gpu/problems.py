@@ -288,7 +288,8 @@ def best_problem(num_rows: int, width: int) -> Problem:
     tensors |= {name: poisoned(num_rows, dtype=torch.int32) for name in ("ids", "finite")}
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        return [best.best(t["logits"], t["ids"], t["values"], t["finite"], t["sizes"], 0, config)]
+        space = best.make_space(num_rows, t["logits"].device)
+        return [best.best(t["logits"], space, t["ids"], t["values"], t["finite"], t["sizes"], 0, config)]
 
     highest = {"ids": exact.argmax(1).int(), "values": exact.amax(1), "finite": logits.isfinite().all(1).int()}
     return Problem(tensors, ("ids", "values", "finite"), make, highest, best.KERNEL.configs)

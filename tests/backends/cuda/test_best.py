@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from tests.support.interpreter import run_interpreted
 from torch import Tensor
 
-from headrace.backends.cuda.kernels.best import KERNEL, best
+from headrace.backends.cuda.kernels.best import KERNEL, best, make_space
 from headrace.backends.cuda.launch import Config, Launch
 
 WIDTH = 2500
+Order = Callable[[int], list[int]] | None
 
 
 def logits() -> Tensor:
@@ -25,12 +28,14 @@ def logits() -> Tensor:
     return x
 
 
-def run(x: Tensor, mode: str, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+def run(x: Tensor, mode: str, config: Config, order: Order = None) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.full((8,), -7, dtype=torch.int32)
     values, finite = torch.full((8,), -7.0), torch.full((8,), -7, dtype=torch.int32)
     sizes = torch.tensor([0, 0, 7], dtype=torch.int32)
-    launch = best(x, ids, values, finite, sizes, 2, config)
-    launch.run_twin() if mode == "twin" else run_interpreted(launch)
+    space = make_space(8, "cpu")
+    launch = best(x, space, ids, values, finite, sizes, 2, config)
+    launch.run_twin() if mode == "twin" else run_interpreted(launch, order)
+    assert not any(part.any() for part in space), "what the programs of a row share is not reset"
     return ids, values, finite
 
 
@@ -47,7 +52,15 @@ def test_the_lowest_of_the_greatest_wins(config: Config, mode: str) -> None:
     assert ids[7] == -7
 
 
+def test_parts_may_arrive_in_any_order() -> None:
+    x, config = logits(), Config({"BLOCK": 256})
+    forwards, backwards = (run(x, "interpreted", config, order) for order in (None, lambda num: list(range(num))[::-1]))
+    assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+    assert forwards[0][2] == 40
+
+
 def launches() -> list[Launch]:
     """The likeliest of Llama 3's tokens, in every configuration."""
     floats, ints = torch.empty(256, 128_256, device="meta"), torch.empty(256, dtype=torch.int32, device="meta")
-    return [best(floats, ints, floats[:, 0], ints, ints, 2, config) for config in KERNEL.configs]
+    space = make_space(256, "meta")
+    return [best(floats, space, ints, floats[:, 0], ints, ints, 2, config) for config in KERNEL.configs]

@@ -79,7 +79,8 @@ class Tape:
         self._sums: linear.Scratch | None = None
         self._spans: dict[Heads, spans.Scratch] = {}
         self._pairs: dict[tuple[int, ...], experts.Scratch] = {}
-        self._most_rows = most[ROWS]
+        self._most_rows, self._most_logits = most[ROWS], most[LOGITS]
+        self._tops: best.Space | None = None
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
         self._rounded = torch.zeros(0), torch.zeros(0)
         self._gathering = torch.zeros(0, dtype=torch.uint8, device=self.device)
@@ -163,10 +164,16 @@ class Tape:
             self._pairs[form] = experts.make_scratch(self._most_rows, top_k, down)
         return self._pairs[form]
 
+    def tops(self) -> best.Space:
+        """Return memory for the greatest of each row of logits."""
+        if self._tops is None:
+            self._tops = best.make_space(self._most_logits, self.device)
+        return self._tops
+
     @property
     def num_bytes(self) -> int:
         """Of the arena and the scratch of all launches bound so far."""
-        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ())]
+        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._tops or ())]
         scratch += [part for each in self._pairs.values() for part in each]
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
@@ -175,6 +182,7 @@ class Tape:
         """Free the memory."""
         self._pairs, self._wide, self._gathering = {}, self._wide.new_empty(0), self._gathering.new_empty(0)
         self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
+        self._tops = None
 
     def dump(self) -> list[str]:
         """Return a line for each node: number, operator, dimension, widths, weights."""
@@ -386,7 +394,8 @@ def _finite(frame: Frame, node: Node) -> list[Launch]:
 
 def _best(frame: Frame, node: Node) -> list[Launch]:
     f = node.fields
-    return [best.best(frame.rows(f["x"]), f["ids"], f["values"], f["finite"], frame.sizes, node.dim)]
+    logits, space = frame.rows(f["x"]), frame.tape.tops()
+    return [best.best(logits, space, f["ids"], f["values"], f["finite"], frame.sizes, node.dim)]
 
 
 def _gather(frame: Frame, node: Node) -> list[Gather]:
