@@ -50,13 +50,12 @@ def recipe(launch: Launch) -> Recipe:
         name: ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else ("plain", value)
         for name, value in launch.arguments.items()
     }
-    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
     return {
         "module": launch.kernel.jit.fn.__module__,
         "name": launch.kernel.name,
         "arguments": arguments,
         "constants": dict(launch.config.tiles),
-        "options": options | {"enable_fp_fusion": launch.kernel.fuse},
+        "options": launch.options,
     }
 
 

@@ -94,7 +94,8 @@ def compiled(launch: Launch, capability: int) -> Cubin:
     """Compile `launch` as it would be compiled on a GPU of that capability. Its tensors may be on any device."""
     names = launch.kernel.jit.arg_names
     parameters = {parameter.name: parameter for parameter in launch.kernel.jit.params}
-    values: dict[str, Any] = dict(launch.arguments) | dict(launch.config.tiles)
+    defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.has_default}
+    values: dict[str, Any] = defaults | dict(launch.arguments) | dict(launch.config.tiles)
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -117,14 +118,9 @@ def compiled(launch: Launch, capability: int) -> Cubin:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0:
                 attributes[place,] = [["tt.divisibility", 16]]
-    options = {
-        "num_warps": launch.config.num_warps,
-        "num_stages": launch.config.num_stages,
-        "enable_fp_fusion": launch.kernel.fuse,
-    }
     of_language = GluonASTSource if launch.kernel.jit.is_gluon() else ASTSource
     source = of_language(fn=launch.kernel.jit, signature=signature, constexprs=constants, attrs=attributes)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options)
     usage = _dumped(kernel.asm["cubin"], "-res-usage")
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert resources is not None, usage

@@ -8,7 +8,7 @@ by `tape` and by the checks of the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -92,6 +92,12 @@ class Launch:
     def run_twin(self) -> None:
         self.kernel.twin(Arguments(**self.arguments))
 
+    def early(self) -> Launch:
+        """Return the launch as one that begins before the one ahead of it has ended, where its kernel can (`kernels.
+        early`). The GPU must have capability 9.0 or more."""
+        can_start_early = "EARLY" in self.kernel.jit.arg_names
+        return replace(self, arguments={**self.arguments, "EARLY": 1}) if can_start_early else self
+
     def run_gpu(self) -> None:
         self.kernel.jit[self.grid](**self._call())
 
@@ -100,5 +106,11 @@ class Launch:
         self.kernel.jit.warmup(grid=self.grid, **self._call())
 
     def _call(self) -> dict[str, Any]:
-        options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-        return {**self.arguments, **self.config.tiles, **options, "enable_fp_fusion": self.kernel.fuse}
+        return {**self.arguments, **self.config.tiles, **self.options}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Triton's options of the launch."""
+        options: dict[str, Any] = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        options["enable_fp_fusion"] = self.kernel.fuse
+        return options | {"launch_pdl": True} if self.arguments.get("EARLY") else options

@@ -34,6 +34,9 @@ from headrace.backends.cuda.launch import Config, Kernel, Launch, Work
 from headrace.backends.cuda.matrix import CudaMatrix, EightBits
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
+EARLY_ROWS = 4
+"""The largest bucket whose kernels begin early: with more rows than 4 it did not pay on an H100."""
+
 DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
 
 
@@ -71,6 +74,7 @@ class Tape:
     ) -> None:
         self.nodes, self.step, self.dtype = graph.nodes, step, dtype
         self.gpu, self.num_programs, self._partials = gpu, num_programs, partials
+        self._starts_early = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= (9, 0)
         self._outside = dict(outside)
         for buffer in outside:
             graph.drop(buffer)
@@ -101,7 +105,10 @@ class Tape:
     def bind(self, first: int, last: int, most: Mapping[int, int]) -> list[Work]:
         """Return the work of the nodes first ... last - 1 for a bucket of `most` rows of each dimension."""
         frame = Frame(self, most)
-        return [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
+        work = [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
+        if not self._starts_early or most[ROWS] > EARLY_ROWS:
+            return work
+        return [each.early() if isinstance(each, Launch) else each for each in work]
 
     def reserve(self, buckets: Sequence[Mapping[int, int]]) -> None:
         """Make the scratch of linear layers as large as the buckets, in ascending order, need it at most. Scratch that
@@ -348,7 +355,7 @@ def _rope_store(frame: Frame, node: Node) -> list[Launch]:
 def _attention(frame: Frame, node: Node) -> list[Launch]:
     f, tape = node.fields, frame.tape
     x, out, heads = frame.rows(f["x"]), frame.rows(f["out"]), f["heads"]
-    return paged.attention(
+    launches = paged.attention(
         x,
         out,
         f["cache"],
@@ -365,6 +372,8 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
         programs=2 * tape.num_programs,
         chosen=f["chosen"],
     )
+    # No chunk of so few rows takes a large tile.
+    return launches[:1] if len(x) <= spans.SPLIT_ROWS and not f["scoring"].ahead else launches
 
 
 def _experts(frame: Frame, node: Node) -> list[Launch]:

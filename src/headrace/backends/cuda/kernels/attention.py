@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.kernels.rows import opaque
 from headrace.backends.cuda.kernels.spans import ITEM, LARGE, SPAN, Scratch, group_rows, num_pieces, tile_keys
 from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
@@ -149,13 +150,14 @@ def _rows(item, unit, i, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, PIECES: 
 
 @triton.jit
 def _attention(
-    query, ld_query, out, ld_out, keys, values, key_scales, value_scales, sinks, blocks, items,
-    sums, totals, arrived, inner, outer, ahead,
-    KIND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, PIECES: tl.constexpr,
-    DIM: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr, IN_PARTS: tl.constexpr, BM: tl.constexpr,
+    query, ld_query, out, ld_out, keys, values, key_scales, value_scales, sinks, blocks, items, sums, totals, arrived,
+    inner, outer, ahead, KIND: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, DIM: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr, IN_PARTS: tl.constexpr,
+    BM: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     UNITS: tl.constexpr = KV_HEADS * PIECES
     if KIND == 0:
@@ -378,7 +380,7 @@ def _configs(*options: tuple[int, ...]) -> tuple[Config, ...]:
 
 
 # Block ids are loaded before keys, so keys are loaded two tiles ahead with 5 stages, and one with 2 or 3.
-FEW = Kernel(_attention, _twin, _configs((16, 8, 5), (16, 4, 5, 80, 90), (16, 8, 3)), fuse=False)
+FEW = Kernel(_attention, _twin, _configs((16, 4, 5, 80, 90), (16, 8, 5), (16, 8, 3)), fuse=False)
 """For small tiles: decode and short chunks."""
 
 MANY = Kernel(
@@ -488,7 +490,7 @@ def attention(
     }  # fmt: skip
     few, many = chosen or default_configs(heads, kv_heads, size, query.dtype, cache.keys.dtype, shared=cache.shares_key)
     return [
-        Launch(FEW, (programs,), arguments | {"KIND": 0}, few),
+        Launch(FEW, (programs * (1 + (few.num_warps == 4 and size > 64)),), arguments | {"KIND": 0}, few),
         Launch(MANY, (programs,), arguments | {"KIND": 1}, many),
     ]
 

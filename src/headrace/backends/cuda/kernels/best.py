@@ -14,11 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 
 
 @triton.jit
-def _best(logits, ld, tops, arrived, ids, values, finite, sizes, width, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _best(
+    logits, ld, tops, arrived, ids, values, finite, sizes, width, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr = 0,
+):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return

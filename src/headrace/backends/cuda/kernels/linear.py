@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.base import Activation
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.kernels.rows import activated
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
@@ -107,8 +108,9 @@ def _linear(
     x, ld_x, weight, ld_weight, bias, residual, ld_residual, out, ld_out, sizes, most_rows, partial, arrived, K, N,
     SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, WHOLE: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, APART: tl.constexpr,
-    BAND: tl.constexpr,
+    BAND: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     COLS: tl.constexpr = BN // 2 if GATED else BN
     SHARES: tl.constexpr = SPANS if APART else 1
     # Scratch has room for the rows of the launch's bucket alone.

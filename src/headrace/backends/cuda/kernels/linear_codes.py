@@ -25,6 +25,7 @@ from torch import Tensor
 
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels import linear as dense
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.kernels.linear import (
     Scratch,
     arguments,
@@ -206,8 +207,9 @@ def _linear_codes(
     arrived, K, N, ALL, SPAN, DIM: tl.constexpr, SPANS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
     H: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr, EIGHT: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, UNPACK: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     COLS: tl.constexpr = BN // 2 if GATED else BN
     rows = tl.minimum(tl.load(sizes + DIM), most_rows)
     row_tiles = tl.cdiv(rows, BR)
@@ -441,8 +443,7 @@ def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
     """The configuration where none was measured."""
     rows = next((rows for rows in (16, 32) if num_rows <= rows), 64)
     columns = 128 if rows < 64 else 64
-    listed = [config for config in KERNEL.configs if not config.capabilities and suits(config, weight, gated)]
-    suited = [config for config in listed if config.tiles["BR"] >= rows]
+    suited = [c for c in KERNEL.configs if c.tiles["BR"] >= rows and not c.capabilities and suits(c, weight, gated)]
     return min(suited, key=lambda config: (config.tiles["BR"], config.tiles["BN"] != columns))
 
 

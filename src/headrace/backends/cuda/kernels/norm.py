@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
 
@@ -18,8 +19,9 @@ from headrace.backends.torch_ref.rowwise import row_sums
 @triton.jit
 def _norm(
     x, ld_x, y, ld_y, total, ld_total, weight, weight_step, bias, out, ld_out, sizes, width, eps, offset,
-    DIM: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return

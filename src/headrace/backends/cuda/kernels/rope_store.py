@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace.backends.base import HeadForm, HeadNorm, Heads
 from headrace.backends.cuda.cache import LayerCache
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.rowwise import row_sums
 
@@ -147,8 +148,9 @@ def _rope_store(
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     FIRST: tl.constexpr, PAIRS: tl.constexpr, VALUE_FIRST: tl.constexpr, VALUE_PAIRS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, VALUE_REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KIND: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr,
+    KIND: tl.constexpr, MOST: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes):
         return

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.backends.base import Activation
+from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import ACTIVATIONS
 from headrace.backends.torch_ref.rowwise import elementwise
@@ -91,8 +92,9 @@ def opaque(x):
 
 @triton.jit
 def _gather(
-    x, ld_x, ids, out, ld_out, sizes, width, scale, DIM: tl.constexpr, COLUMNS: tl.constexpr
+    x, ld_x, ids, out, ld_out, sizes, width, scale, DIM: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr = 0
 ):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return
@@ -112,7 +114,9 @@ def _gather_twin(a: Arguments) -> None:
 def _map(
     x, ld_x, y, ld_y, out, ld_out, sizes, width, cap,
     KIND: tl.constexpr, PLUS: tl.constexpr, ONE: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr = 0,
 ):  # fmt: skip
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return
@@ -148,7 +152,8 @@ def _map_twin(a: Arguments) -> None:
 
 
 @triton.jit
-def _finite(x, ld_x, out, sizes, width, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+def _finite(x, ld_x, out, sizes, width, DIM: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr = 0):
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if row >= tl.load(sizes + DIM):
         return
