@@ -18,8 +18,10 @@ from bench.gpu.problems import (
     eight_problem,
     experts_problem,
     linear_problem,
+    linear_ws_problem,
     norm_problem,
     rows_problem,
+    specialised,
 )
 from headrace.backends.base import Heads
 from headrace.backends.cuda.cache import STORED
@@ -44,6 +46,17 @@ def case(make: Callable[..., Problem], *arguments: Any, **options: Any) -> tuple
     return f"{make.__name__.removesuffix('_problem')} {' '.join(words)}", functools.partial(make, *arguments, **options)
 
 
+def of_many_rows(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
+    """Both sides of tiles of 64 and 128 rows; spans nested and one; ends of K and of the outputs within tiles."""
+    if specialised(torch.empty(8, 8, dtype=torch.bfloat16), False):
+        for num_rows in (5,) if toy else (65, 100, 130, 256, 700, 2048):
+            yield case(linear_ws_problem, num_rows, 200, 1808, torch.bfloat16, extras=True)
+            yield case(linear_ws_problem, num_rows, 144, 600, torch.bfloat16, is_gated=True)
+            if not toy:
+                yield case(linear_ws_problem, num_rows, 660, 1800, torch.float16, is_gated=True, extras=True)
+                yield case(linear_ws_problem, num_rows, 1024, 4096, torch.bfloat16)
+
+
 def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
     """The names of all problems, with what makes them; few and small ones if `toy`."""
     for dtype in (*HALVES, torch.float32):
@@ -54,6 +67,7 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
         for num_rows in (1, 17, 130, 700):
             yield case(linear_problem, num_rows, 192, 4096, torch.bfloat16, extras=True)
             yield case(linear_problem, num_rows, 1024, 2048, torch.bfloat16, is_gated=True)
+    yield from of_many_rows(toy)
     schemes = [Scheme("i4", 64), Scheme("i4", 32), Scheme("i4", 128, True), Scheme("i4", 64, book="nf4")]
     schemes += [Scheme("i4", 32, book="e2m1"), Scheme("i8"), Scheme("i8", 128)]
     shape = (5, 80, 640) if toy else (37, 400, 2176)

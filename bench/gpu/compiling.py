@@ -11,9 +11,10 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from bench.gpu.device import Device
-from headrace.backends.cuda.launch import Launch
+from headrace.backends.cuda.launch import Argument, Launch
 
 Recipe = dict[str, Any]
 MOST_PROCESSES = 16
@@ -46,10 +47,7 @@ class Pointer:
 
 def recipe(launch: Launch) -> Recipe:
     """Return what a process needs to compile a launch, without its tensors."""
-    arguments = {
-        name: ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else ("plain", value)
-        for name, value in launch.arguments.items()
-    }
+    arguments = {name: kept(value) for name, value in launch.arguments.items()}
     return {
         "module": launch.kernel.jit.fn.__module__,
         "name": launch.kernel.name,
@@ -57,6 +55,13 @@ def recipe(launch: Launch) -> Recipe:
         "constants": dict(launch.config.tiles),
         "options": launch.options,
     }
+
+
+def kept(value: Argument) -> tuple[Any, ...]:
+    """Return an argument without its memory: its kind, and what the machine code may depend on."""
+    if isinstance(value, TensorDescriptor):
+        return "tiles", value.base.dtype, tuple(value.block_shape), value.layout
+    return ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else ("plain", value)
 
 
 def signature(recipe: Recipe) -> str:
@@ -67,7 +72,7 @@ def signature(recipe: Recipe) -> str:
     def key(name: str, value: tuple[Any, ...]) -> object:
         if parameters[name].do_not_specialize:
             return "any"
-        if value[0] == "tensor" or parameters[name].is_constexpr or isinstance(value[1], float | str | None):
+        if value[0] != "plain" or parameters[name].is_constexpr or isinstance(value[1], float | str | None):
             return value
         return value[1] if value[1] == 1 else (value[1] % 16 == 0, abs(value[1]) < 2**31)
 
@@ -75,14 +80,19 @@ def signature(recipe: Recipe) -> str:
     return repr((recipe["module"], recipe["name"], keys, recipe["constants"], recipe["options"]))
 
 
+def standing(kind: str, *values: Any) -> Any:
+    """Return what stands for an argument that `kept` gave, where it is compiled for."""
+    if kind == "tiles":
+        dtype, tile, layout = values
+        return TensorDescriptor(Pointer(dtype, 0), list(tile), [tile[1], 1], list(tile), layout)
+    return Pointer(*values) if kind == "tensor" else values[0]
+
+
 def compile_one(recipe: Recipe) -> str:
     """Compile a recipe in this process. Returns the error, or nothing."""
     try:
         jit = getattr(importlib.import_module(recipe["module"]), recipe["name"])
-        arguments = {
-            name: Pointer(value[1], value[2]) if value[0] == "tensor" else value[1]
-            for name, value in recipe["arguments"].items()
-        }
+        arguments = {name: standing(*value) for name, value in recipe["arguments"].items()}
         jit.warmup(grid=(1,), **arguments, **recipe["constants"], **recipe["options"])
     except Exception as error:
         return f"{recipe['name']} {recipe['constants']}: {type(error).__name__}: {str(error)[:200]}"

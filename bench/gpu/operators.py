@@ -34,7 +34,7 @@ Item = tuple[str, Callable[[], Result]]
 ROWS = (1, 8, 64, 256, 2048, 8192)
 PRICED = {"decode": 64, "prefill": 2048}
 """Rows of the linear layers that the price of the law is taken of."""
-PRICED_TOY = {"decode": 1, "prefill": 20}
+PRICED_TOY = {"decode": 1, "prefill": 70}
 ALIKE = 0.02
 """How far a yardstick's result may lie from the kernel's, relative to the largest number: else it computes something
 else."""
@@ -120,7 +120,7 @@ class Operators:
             heads = heads_of(config)
             for kind in tune.attention_steps(toy):
                 yield Operator(f"attention {model} {kind}", functools.partial(self.attention, heads, kind))
-            for rows in (1, 20) if toy else ROWS:
+            for rows in (1, 70) if toy else ROWS:
                 for layer in shapes.layers(config):
                     if layer.head and rows > 256:
                         continue

@@ -18,7 +18,7 @@ from bench.gpu.weights import random_codes
 from headrace.backends.base import Heads
 from headrace.backends.cuda.cache import STORED
 from headrace.backends.cuda.kernels import attention as paged
-from headrace.backends.cuda.kernels import choose, linear, linear_codes, spans
+from headrace.backends.cuda.kernels import choose, linear, linear_codes, linear_ws, spans
 from headrace.backends.cuda.launch import Config
 from headrace.backends.step import Draw
 from headrace.quant.schemes import Scheme
@@ -64,11 +64,12 @@ def product(
 ) -> Tensor:
     """Return the first rows of x times w in float32, so that no rounding hides a difference."""
     bucket = bucket or num_rows
-    config = config or linear.default(w, bucket)
+    config = config or (linear_ws.default(w, bucket) if device.capability == 90 else None) or linear.default(w, bucket)
+    product = linear_ws.linear_ws if linear_ws.is_config(config) else linear.linear
     out = torch.full((bucket, w.shape[0]), torch.nan, device=x.device)
     needed = linear.scratch_numbers(w, bucket, config)
     device.run([
-        linear.linear(
+        product(
             x, w, out, sizes(num_rows).to(x.device), 0, bucket, num_programs=device.num_programs,
             scratch=scratch(needed, x.device) if any(needed) else None, config=config,
         )
@@ -95,10 +96,13 @@ def rows(device: Device, num_out: int, num_in: int) -> Result:
                 wrong[f"{each} rows"] = unequal(product(device, x, w, each), expected[:each])
         num_rows *= 2
     suited = [c for c in linear.KERNEL.configs if linear.suits(c, w) and (not c.capabilities or 90 in c.capabilities)]
-    for config in suited:
-        if count := unequal(product(device, x, w, min(most, 300), config=config), expected[: min(most, 300)]):
-            wrong[config.name] = count
-    result: Result = {"configs": len(suited), "wrong": wrong, "fault": "other bits" if wrong else ""}
+    specialised = [c for c in linear_ws.KERNEL.configs if device.capability == 90 and linear_ws.suits(c, w, False)]
+    # The kernel for many rows on both sides of the border, whatever is taken there.
+    trials = [(c, min(most, 300)) for c in suited] + [(c, n) for c in specialised for n in (17, 65, 300) if n <= most]
+    for config, each in trials:
+        if count := unequal(product(device, x, w, each, config=config), expected[:each]):
+            wrong[f"{config.name}, {each} rows"] = count
+    result: Result = {"configs": len(suited + specialised), "wrong": wrong, "fault": "other bits" if wrong else ""}
     # No config of the backend depends on it, but its tiles would have more room.
     for name, config in BOTH_INSTRUCTIONS.items():
         result[f"other bits by {name}"] = unequal(product(device, x, w, 16, config=config), expected[:16])

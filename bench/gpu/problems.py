@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.gpu.weights import random_codes
 from headrace.backends.base import Activation
-from headrace.backends.cuda.kernels import best, experts, linear, linear_8bit, linear_codes, norm, rows
+from headrace.backends.cuda.kernels import best, experts, linear, linear_8bit, linear_codes, linear_ws, norm, rows
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.quant.base import QWeight
 from headrace.quant.schemes import BOOKS, Scheme
@@ -107,6 +107,32 @@ def linear_problem(
     return Problem(tensors, ("out",), make, {"out": exact}, configs)
 
 
+def specialised(w: Tensor, is_gated: bool) -> tuple[Config, ...]:
+    """Return the configs of `linear_ws` that suit the weights; none on a GPU that is not Hopper."""
+    if not linear_ws.can_load(w) or (torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)):
+        return ()
+    return tuple(c for c in linear_ws.KERNEL.configs if linear_ws.suits(c, w, is_gated))
+
+
+def linear_ws_problem(
+    num_rows: int, num_out: int, num_in: int, dtype: torch.dtype, is_gated: bool = False, extras: bool = False
+) -> Problem:
+    """The same as `linear_problem`, first in the kernel for many rows: all configs of both must give its bits."""
+    usual = linear_problem(num_rows, num_out, num_in, dtype, is_gated, extras)
+    configs = specialised(usual.tensors["w"], is_gated)
+
+    def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
+        chosen = config or configs[0]
+        if not linear_ws.is_config(chosen):
+            return usual.make(t, chosen)
+        options: dict[str, Any] = {"gated": is_gated, "activation": "silu" if is_gated else None}
+        options |= {name: t.get(name) for name in ("bias", "residual")}
+        rest = t["sizes"], 0, num_rows + 1
+        return [linear_ws.linear_ws(t["x"], t["w"], t["out"], *rest, num_programs=PROGRAMS, config=chosen, **options)]
+
+    return replace(usual, make=make, configs=(*configs, *usual.configs))
+
+
 def book_codes(num_out: int, num_in: int, scheme: Scheme) -> QWeight:
     weight = random_codes(num_out, num_in, scheme, "cpu")
     book = torch.tensor(BOOKS[scheme.book], dtype=torch.float32)
@@ -161,22 +187,22 @@ def eight_problem(num_rows: int, num_out: int, num_in: int, grouped: bool) -> Pr
     }  # fmt: skip
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        chosen = config or linear_8bit.default(t["weight"], num_rows + 1, False, grouped)
-        needed = linear.scratch_numbers(t["weight"], num_rows + 1, chosen)
+        chosen = config or linear_8bit.default(codes, num_rows + 1, False, grouped)
+        needed = linear.scratch_numbers(codes, num_rows + 1, chosen)
         shared = scratch(needed, t["x"].device) if any(needed) else None
-        return [
-            linear_8bit.round_rows(
-                t["x"], t["rounded"], t["x_scales"], t["sizes"], 0, num_rows + 1, grouped=grouped
-            ),
-            linear_8bit.linear_8bit(
-                t["rounded"], t["x_scales"], t["weight"], t["w_scales"], t["out"], t["sizes"], 0, num_rows + 1,
-                num_programs=PROGRAMS, scratch=shared, config=chosen,
-            ),
-        ]  # fmt: skip
+        x, weight, out, counts = t["rounded"], t["weight"], t["out"], t["sizes"]
+        scales: dict[str, Any] = {"x_scales": t["x_scales"], "w_scales": t["w_scales"]}
+        options: dict[str, Any] = {"num_programs": PROGRAMS, "scratch": shared, "config": chosen}
+        rounded = linear_8bit.round_rows(t["x"], x, t["x_scales"], counts, 0, num_rows + 1, grouped=grouped)
+        if linear_ws.is_config(chosen):
+            return [rounded, linear_ws.linear_ws(x, weight, out, counts, 0, num_rows + 1, **scales, **options)]
+        options |= scales | {"x": x, "weight": weight, "out": out, "sizes": counts}
+        return [rounded, linear_8bit.linear_8bit(dim=0, num_rows=num_rows + 1, **options)]
 
     group = linear_8bit.PIECE if grouped else num_in
     wide = codes.double() * w_scales.double().repeat_interleave(group, 1)[:, :num_in]
     configs = tuple(c for c in linear_8bit.KERNEL.configs if linear_8bit.suits(c, codes, False, grouped))
+    configs += () if grouped else specialised(codes, False)
     # Rows are rounded to fp8: each number by at most 1/16.
     return Problem(tensors, ("out",), make, {"out": x.double() @ wide.t()}, configs, 0.05)
 

@@ -24,7 +24,7 @@ from bench.gpu.weights import BLOCK, random_codes
 from headrace.backends.base import Heads
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
-from headrace.backends.cuda.kernels import attention, linear, linear_8bit, linear_codes, spans
+from headrace.backends.cuda.kernels import attention, linear, linear_8bit, linear_codes, linear_ws, spans
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.quant.schemes import parse
 
@@ -115,7 +115,7 @@ def measure(choice: Choice, device: Device) -> Result:
 def listed(device: Device) -> Iterator[Choice]:
     """All choices, those of decoding first."""
     models = shapes.models(device.toy)
-    buckets = (1, 20) if device.toy else BUCKETS
+    buckets = (1, 70) if device.toy else BUCKETS
     matrices = [layer for model in models.values() for layer in shapes.layers(model)]
     for rows in buckets:
         for layer in matrices:
@@ -184,7 +184,8 @@ def plain(device: Device, layer: shapes.Layer, rows: int) -> Choice:
         x, out, counts = step(device, layer, rows)
         needed = linear.scratch_numbers(w, rows, config)
         shared = scratch(needed, w.device) if any(needed) else None
-        launch = linear.linear(
+        product = linear_ws.linear_ws if linear_ws.is_config(config) else linear.linear
+        launch = product(
             x, w, out, counts, 0, rows, num_programs=device.num_programs, scratch=shared, config=config,
             **options(layer, out),
         )  # fmt: skip
@@ -192,8 +193,22 @@ def plain(device: Device, layer: shapes.Layer, rows: int) -> Choice:
 
     suited = [c for c in linear.KERNEL.configs if fits(c, rows, device.capability) and linear.suits(c, meta)]
     shape = tuned.matrix_shape(layer.num_out, layer.num_in, "bfloat16", layer.gated)
-    default = linear.default(meta, rows, layer.gated)
-    return Choice(linear.KERNEL.name, shape, rows, suited, default, 2 * meta.numel(), make)
+    usual = Choice(
+        linear.KERNEL.name, shape, rows, suited, linear.default(meta, rows, layer.gated), 2 * meta.numel(), make
+    )
+    return with_specialised(usual, device, layer, meta)
+
+
+def with_specialised(usual: Choice, device: Device, layer: shapes.Layer, meta: Tensor) -> Choice:
+    """Return the choice among the configs of a kernel and of the one that stands for it where rows are many."""
+    if usual.rows <= linear_ws.MOST_FEW or device.capability != 90:
+        return usual
+    configs = [
+        c for c in linear_ws.KERNEL.configs
+        if fits(c, usual.rows, device.capability) and linear_ws.suits(c, meta, layer.gated)
+    ]  # fmt: skip
+    default = linear_ws.default(meta, usual.rows, layer.gated) or usual.default
+    return replace(usual, kernel=linear_ws.KERNEL.name, configs=[*configs, *usual.configs], default=default)
 
 
 def codes(device: Device, layer: shapes.Layer, rows: int) -> Choice:
@@ -244,11 +259,11 @@ def eight(device: Device, layer: shapes.Layer, rows: int) -> Choice:
         needed = linear.scratch_numbers(w, rows, config)
         shared = scratch(needed, w.device) if any(needed) else None
         of_outputs = torch.full((layer.num_out, 1), layer.num_in**-0.5, device=x.device)
-        launch = linear_8bit.linear_8bit(
-            small, scales, w, of_outputs, out, counts, 0, rows, num_programs=device.num_programs, scratch=shared,
-            config=config, **options(layer, out),
-        )  # fmt: skip
-        return [launch], out
+        more = options(layer, out) | {"num_programs": device.num_programs, "scratch": shared, "config": config}
+        if linear_ws.is_config(config):
+            more |= {"x_scales": scales, "w_scales": of_outputs}
+            return [linear_ws.linear_ws(small, w, out, counts, 0, rows, **more)], out
+        return [linear_8bit.linear_8bit(small, scales, w, of_outputs, out, counts, 0, rows, **more)], out
 
     suited = [
         c for c in linear_8bit.KERNEL.configs
@@ -256,7 +271,8 @@ def eight(device: Device, layer: shapes.Layer, rows: int) -> Choice:
     ]  # fmt: skip
     shape = tuned.matrix_shape(layer.num_out, layer.num_in, tuned.dtype_name(kind), layer.gated)
     default = linear_8bit.default(meta, rows, layer.gated, False)
-    return Choice(linear_8bit.KERNEL.name, shape, rows, suited, default, meta.numel(), make)
+    usual = Choice(linear_8bit.KERNEL.name, shape, rows, suited, default, meta.numel(), make)
+    return with_specialised(usual, device, layer, meta)
 
 
 class Chunked(NamedTuple):

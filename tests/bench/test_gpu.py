@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -19,11 +20,11 @@ import torch
 from bench.gpu import __main__ as program
 from bench.gpu import families, goals, prove, shapes, speed, tune
 from bench.gpu.cases import problems
-from bench.gpu.compiling import Recorder, recipe, signature
+from bench.gpu.compiling import Recorder, recipe, signature, standing
 from bench.gpu.device import Device
 from bench.gpu.engine import Answers, Law
 from bench.gpu.probes import FEW_KERNELS, launched, probes
-from bench.gpu.problems import Problem, linear_problem
+from bench.gpu.problems import Problem, linear_problem, linear_ws_problem
 from bench.gpu.report import Report, read
 
 from headrace.backends.cuda import tuned
@@ -68,9 +69,9 @@ def launches(problem: Problem) -> list[Any]:
 
 
 def entries(text: str) -> list[str]:
-    """The lines after @triton.jit of functions that are launched: those named by a `Kernel(...)`."""
+    """The lines after @triton.jit or @gluon.jit of functions that are launched: those named by a `Kernel(...)`."""
     lines = text.splitlines()
-    jitted = [after for line, after in itertools.pairwise(lines) if line.startswith("@triton.jit")]
+    jitted = [after for line, after in itertools.pairwise(lines) if line.startswith(("@triton.jit", "@gluon.jit"))]
     return [line for line in jitted if f"Kernel({line.split('(')[0][4:]}," in text.replace("Kernel(\n    ", "Kernel(")]
 
 
@@ -110,10 +111,11 @@ def test_tune_writes_configs_that_the_backend_reads(report: Report, device: Devi
     assert failed(report) == {}
     path = report.path.with_name("tuned.json")
     table = tuned.read(path.stem, path.parent)
-    assert set(table) == {"_linear", "_linear_codes", "_linear_8bit", "attention few", "attention many"}
+    kernels = {"_linear", "_linear_codes", "_linear_8bit", "_linear_ws", "attention few", "attention many"}
+    assert set(table) == kernels
     config = shapes.layers(shapes.TOY)[0]
-    by_rows = table["_linear"][tuned.matrix_shape(config.num_out, config.num_in, "bfloat16", False)]
-    assert set(by_rows) == {"1", "20"}
+    shape = tuned.matrix_shape(config.num_out, config.num_in, "bfloat16", False)
+    assert [set(table[name][shape]) for name in ("_linear", "_linear_ws")] == [{"1"}, {"70"}]
 
 
 def test_a_config_with_other_bits_is_not_taken(device: Device) -> None:
@@ -287,7 +289,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_what_the_probes_launch_is_compiled_before() -> None:
     recipes = launched(toy=True)
-    assert {each["name"] for each in recipes} >= {"_linear", "_linear_codes", "_widen", "_attention"}
+    assert {each["name"] for each in recipes} >= {"_linear", "_linear_codes", "_linear_ws", "_widen", "_attention"}
     assert {each["constants"].get("SWAP") for each in recipes if each["name"] == "_linear"} == {0, 1}
     assert len({signature(each) for each in recipes}) < len(recipes)
 
@@ -308,3 +310,13 @@ def test_launches_that_differ_in_fixed_sizes_alone_are_compiled_once(device: Dev
     )
     assert first == second
     assert first != third
+
+
+def test_what_stands_for_tiles_of_a_matrix_has_their_type() -> None:
+    """It goes to another process, without the matrix."""
+    (launch,) = launches(linear_ws_problem(70, 80, 600, torch.bfloat16))
+    arguments = pickle.loads(pickle.dumps(recipe(launch)))["arguments"]  # noqa: S301
+    for name, dtype in (("x", torch.bfloat16), ("weight", torch.bfloat16)):
+        actual, expected = standing(*arguments[name]), launch.arguments[name]
+        assert (actual.base.dtype, actual.layout) == (dtype, expected.layout)
+        assert list(actual.block_shape) == list(expected.block_shape)

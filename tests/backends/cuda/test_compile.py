@@ -104,6 +104,8 @@ def named(file: str, capability: int, folder: Path = tuned.FOLDER) -> list[Launc
         for by_rows in shapes.values()
         for name in by_rows.values()
     }
+    # One kernel stands for others where rows are many, and the fastest may be theirs.
+    names |= {(kernel, name) for key, name in names if key == "_linear_ws" for kernel in ("_linear", "_linear_8bit")}
     few = {"_attention": {0: "few", 1: "many"}}
     return [
         each

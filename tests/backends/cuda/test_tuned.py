@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.backends.cuda import tuned
-from headrace.backends.cuda.kernels import attention, linear
+from headrace.backends.cuda.kernels import attention, linear, linear_ws
 from headrace.backends.cuda.kernels.linear import KERNEL
 
 CONFIGS = KERNEL.configs
@@ -53,9 +53,15 @@ def suited(kernel: str, shape: str) -> set[str]:
         types = [getattr(torch, word) for word in words]
         chosen = attention.FEW if kernel == "attention few" else attention.MANY
         return {config.name for config in attention.configs(chosen, heads, kv_heads, int(head_dim), *types)}
-    assert (kernel, words[0]) == ("_linear", "bfloat16"), "say here which configs suit"
+    assert kernel in ("_linear", "_linear_ws"), "say here which configs suit"
+    assert words[0] == "bfloat16", "say here which configs suit"
     weight = torch.empty(*map(int, size.split("x")), dtype=torch.bfloat16, device="meta")
-    return {config.name for config in KERNEL.configs if config.fits(90) and linear.suits(config, weight)}
+    names = {config.name for config in KERNEL.configs if config.fits(90) and linear.suits(config, weight)}
+    if kernel == "_linear":
+        return names
+    # It stands for `_linear`, so either may be the fastest.
+    configs = linear_ws.KERNEL.configs
+    return names | {config.name for config in configs if linear_ws.suits(config, weight, "gated" in words)}
 
 
 def test_files_name_configs_that_suit_their_shapes() -> None:
