@@ -16,21 +16,31 @@ from headrace.backends.cuda.kernels import rope_store, spans
 from headrace.backends.cuda.launch import Config, Launch
 
 
-def make_cache(heads: Heads, num_blocks: int, block: int, kind: str) -> Tensors:
-    """Return keys, values and their scales: normal numbers as the cache's type has them."""
-    shape = (2, num_blocks, heads.num_kv_heads, block, heads.head_dim)
+def make_cache(heads: Heads, num_blocks: int, block: int, kind: str, shared: bool = False) -> Tensors:
+    """Return keys, values and their scales: normal numbers as the cache's type has them. shared: keys alone, of which
+    values are a part."""
+    shape = (2, num_blocks, heads.num_kv_heads, block, max(heads.head_dim, heads.value_size))
     numbers = normal(*shape, seed=7)
     scaled = kind in ("int8", "fp8_e4m3")
     scales = numbers.abs().amax(-1) / 100 + 0.001 if scaled else None
     numbers = numbers if scales is None else numbers / scales[..., None]
     codes = (numbers.round() if kind == "int8" else numbers).to(STORED[kind])
     # Bits: fp8 has few operators in torch.
-    named = dict(zip(("keys", "values"), codes, strict=True))
-    return named | ({} if scales is None else {"key_scales": scales[0], "value_scales": scales[1]})
+    widths = (heads.head_dim,) if shared else (heads.head_dim, heads.value_size)
+    named = {
+        name: part.view(torch.uint8)[..., : width * part.itemsize].contiguous().view(part.dtype)
+        for name, part, width in zip(("keys", "values"), codes, widths, strict=False)
+    }
+    listed = ("key_scales", "value_scales")[: len(widths)]
+    return named | ({} if scales is None else dict(zip(listed, scales, strict=False)))
 
 
-def cache_of(t: Tensors, kind: str) -> LayerCache:
-    return LayerCache(kind, t["keys"], t["values"], t.get("key_scales"), t.get("value_scales"))
+def cache_of(t: Tensors, kind: str, value_dim: int = 0) -> LayerCache:
+    """value_dim: of a cache that has no values but in its keys."""
+    if "values" in t:
+        return LayerCache(kind, t["keys"], t["values"], t.get("key_scales"), t.get("value_scales"))
+    scales = t.get("key_scales")
+    return LayerCache(kind, t["keys"], t["keys"][..., :value_dim], scales, scales, shares_key=True)
 
 
 def rope_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype, whole: bool = False) -> Problem:
@@ -97,54 +107,60 @@ def rope_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype, who
 
 def attention_problem(
     chunks: Sequence[tuple[int, int]], heads: Heads, kind: str, dtype: torch.dtype, window: int = 0,
-    softcap: float = 0.0, block: int = 16, partials: int = 4096,
+    softcap: float = 0.0, block: int = 16, partials: int = 4096, sinks: bool = False, shared: bool = False,
+    ahead: int = 0,
 ) -> Problem:  # fmt: skip
-    """chunks: (first position, rows) of sequences, each of its own."""
+    """chunks: (first position, rows) of sequences, each of its own. window: negative for chunks of positions. shared:
+    values are a part of the keys."""
     starts, lens = [first for first, _ in chunks], [rows for _, rows in chunks]
     counts = [-(-(first + rows) // block) for first, rows in chunks]
     places = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(5)).int()
     begin = [sum(counts[:i]) for i in range(len(counts))]
-    width = heads.num_heads * heads.head_dim
+    width, size = heads.num_heads * heads.head_dim, max(heads.head_dim, heads.value_size)
     tensors = {
         "query": 2 * normal(sum(lens), width, dtype=dtype), "blocks": places[: sum(counts)],
-        "out": poisoned(sum(lens) + 1, width, dtype=dtype), **make_cache(heads, sum(counts) + 2, block, kind),
+        "out": poisoned(sum(lens) + 1, heads.num_heads * heads.value_size, dtype=dtype),
+        **make_cache(heads, sum(counts) + 2, block, kind, shared),
     }  # fmt: skip
+    if sinks:
+        tensors["sinks"] = normal(heads.num_heads, seed=11, dtype=dtype)
     # Blocks of nobody, and what lies behind a sequence's end, are NaN: a read beyond shows.
     if STORED[kind].is_floating_point and STORED[kind].itemsize > 1:
-        for name in ("keys", "values"):
+        for name in ("keys", "values")[: 2 - shared]:
             tensors[name][places[sum(counts) :].long()] = torch.nan
             for at, (first, num), count in zip(begin, chunks, counts, strict=True):
                 tensors[name][places[at + count - 1].long(), :, (first + num - 1) % block + 1 :] = torch.nan
     scale = heads.head_dim**-0.5
     options: dict[str, Any] = {"heads": heads.num_heads, "kv_heads": heads.num_kv_heads, "scale": scale}
-    options |= {"window": window, "softcap": softcap, "programs": 2 * PROGRAMS}
-    kinds = (heads.num_heads, heads.num_kv_heads, heads.head_dim, dtype, STORED[kind])
+    options |= {"window": window, "softcap": softcap, "programs": 2 * PROGRAMS, "ahead": ahead}
+    kinds = (heads.num_heads, heads.num_kv_heads, size, dtype, STORED[kind])
     group = heads.num_heads, heads.num_kv_heads
+    few, many = (paged.configs(kernel, *kinds, shared=shared) for kernel in (paged.FEW, paged.MANY))
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        chosen = paged.default_configs(*kinds)
+        chosen = few[0], many[0]
         if config is not None:
-            kernel = next(k for k in (paged.FEW, paged.MANY) if config in paged.configs(k, *kinds))
-            chosen = (config, chosen[1]) if kernel is paged.FEW else (chosen[0], config)
-        items = spans.work_list(starts, lens, begin, *paged.tile_rows(*group, chosen), partials)
-        shared = spans.make_scratch(max(partials, 1), *group, heads.head_dim, t["query"].device)
+            chosen = (config, chosen[1]) if config in few else (chosen[0], config)
+        tiles = paged.tile_rows(*group, chosen, size)
+        items = spans.work_list(starts, lens, begin, *tiles, partials, ahead > 0)
+        sums = spans.make_scratch(max(partials, 1), *group, heads.head_dim, t["query"].device, heads.value_size)
         listed = torch.from_numpy(items).to(t["query"].device)
         return paged.attention(
-            t["query"], t["out"], cache_of(t, kind), t["blocks"], listed, shared, chosen=chosen, **options
-        )
+            t["query"], t["out"], cache_of(t, kind, heads.value_size), t["blocks"], listed, sums, chosen=chosen,
+            sinks=t.get("sinks"), **options,
+        )  # fmt: skip
 
     exact = torch.cat([
         exact_attention(tensors, kind, heads, sum(lens[:i]), *chunks[i], places[at : at + counts[i]].long(), window,
-                        softcap, scale)
+                        softcap, scale, ahead)
         for i, at in enumerate(begin)
     ])  # fmt: skip
-    configs = paged.configs(paged.FEW, *kinds) + paged.configs(paged.MANY, *kinds)
-    return Problem(tensors, ("out",), make, {"out": exact}, configs)
+    return Problem(tensors, ("out",), make, {"out": exact}, few + tuple(each for each in many if each not in few))
 
 
 def exact_attention(
     t: Tensors, kind: str, heads: Heads, row: int, first: int, num: int, blocks: Tensor, window: int, softcap: float,
-    scale: float,
+    scale: float, ahead: int = 0,
 ) -> Tensor:  # fmt: skip
     end, group = first + num, heads.num_heads // heads.num_kv_heads
 
@@ -155,10 +171,16 @@ def exact_attention(
         return numbers.transpose(1, 2).flatten(0, 1)[:end].repeat_interleave(group, 1)
 
     query = t["query"][row : row + num].double().view(num, heads.num_heads, heads.head_dim)
-    s = torch.einsum("rhd,nhd->hrn", query, gathered("keys")) * scale
+    keys = gathered("keys")
+    values = gathered("values") if "values" in t else keys[..., : heads.value_size]
+    s = torch.einsum("rhd,nhd->hrn", query, keys) * scale
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     position, at = torch.arange(first, end)[:, None], torch.arange(end)
-    seen = (at <= position) & ((at > position - window) if window else torch.tensor(True))
-    p = s.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hrn,nhd->rhd", p, gathered("values")).flatten(1)
+    seen = at <= position + ahead
+    if window:
+        seen &= at > position - window if window > 0 else at >= position // -window * -window
+    s = s.masked_fill(~seen, -torch.inf)
+    if "sinks" in t:
+        s = torch.cat([s, t["sinks"].double()[:, None, None].expand(-1, num, 1)], -1)
+    return torch.einsum("hrn,nhd->rhd", s.softmax(-1)[..., :end], values).flatten(1)

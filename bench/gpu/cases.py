@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.gpu.cache_problems import attention_problem, rope_problem
+from bench.gpu.head_problems import by_head_problem, latent_problem, pieces_problem, xielu_problem
 from bench.gpu.problems import (
     HALVES,
     ROWS,
@@ -31,7 +32,7 @@ from headrace.quant.schemes import Scheme
 def shown(value: Any) -> str:
     """An argument in the name of a problem."""
     if isinstance(value, Heads):
-        return f"{value.num_heads}/{value.num_kv_heads}x{value.head_dim}"
+        return f"{value.num_heads}/{value.num_kv_heads}x{value.head_dim}{f':{value.value_dim}' * bool(value.value_dim)}"
     if isinstance(value, Scheme):
         return f"{value.kind}{value.book}-g{value.group}{'-min' * value.has_min}"
     if isinstance(value, list):
@@ -97,7 +98,38 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
         yield case(attention_problem, mixed, Heads(8, 4, 128), "bfloat16", torch.bfloat16, 600, 30.0)
         yield case(attention_problem, mixed, Heads(8, 2, 128), "int8", torch.bfloat16, partials=0)
     yield case(attention_problem, [(40, 30), (130, 1)], Heads(4, 2, 16), "bfloat16", torch.bfloat16, 40, 3.0)
+    yield from of_heads(toy)
     yield case(experts_problem, 9, 6, 2, 64, 48)
     if not toy:
         yield case(experts_problem, 200, 32, 4, 512, 384)
     yield case(best_problem, 5, 1000 if toy else 128256)
+
+
+def of_heads(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
+    """Forms of attention beside the causal one over plain keys, and operators on pieces of a row."""
+    bf16, steps = torch.bfloat16, [(40, 30), (130, 1)] if toy else [(0, 200), (1700, 1), (1022, 5), (900, 33), (512, 1)]
+    sinks, values, latent = Heads(4, 2, 16), Heads(4, 2, 24, 40), Heads(20, 1, 40, 24)
+    large = [(latent, "bfloat16", bf16), (latent, "int8", bf16), (latent, "float32", torch.float32)]
+    if not toy:
+        sinks, values, mla = Heads(64, 8, 64), Heads(8, 2, 128, 256), Heads(128, 1, 576, 512)
+        large = [(mla, kind, bf16) for kind in ("bfloat16", "int8", "fp8_e4m3")]
+        large += [(Heads(32, 1, 320, 256), "bfloat16", bf16), (Heads(20, 1, 576, 512), "float32", torch.float32)]
+        yield case(attention_problem, steps, Heads(16, 2, 512), "bfloat16", bf16)
+    yield case(attention_problem, steps, sinks, "bfloat16", bf16, 128, sinks=True)
+    yield case(attention_problem, steps, sinks, "bfloat16", bf16, 0, 30.0, sinks=True)
+    yield case(attention_problem, steps, sinks, "bfloat16", bf16, -60 if toy else -700)
+    yield case(attention_problem, [(0, 70), (0, 9)] if toy else [(0, 700), (0, 13)], sinks, "bfloat16", bf16, ahead=600)
+    yield case(attention_problem, steps, values, "bfloat16", bf16)
+    for heads, kind, dtype in large:
+        yield case(attention_problem, steps, heads, kind, dtype, shared=True)
+        yield case(latent_problem, 21, heads, kind, dtype, True)
+    yield case(latent_problem, 21, large[0][0], "bfloat16", bf16, False)
+    for dtype in (bf16, torch.float32):
+        for weights in range(3):
+            yield case(pieces_problem, 5, 3 if toy else 32, 20 if toy else 128, dtype, weights)
+        yield case(xielu_problem, 5, 200 if toy else 3000, dtype)
+        yield case(by_head_problem, 5, 3, 40, 70, 9, dtype)
+    if not toy:
+        for num_rows in (5, 100):
+            yield case(by_head_problem, num_rows, 16, 128, 512, 64, bf16)
+            yield case(by_head_problem, num_rows, 16, 512, 128, 0, bf16)

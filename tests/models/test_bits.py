@@ -20,12 +20,12 @@ from tests.support.harness import (
     run,
     scattered_tables,
 )
+from tests.support.refusals import load_or_skip
 
 from headrace import models
 from headrace.backends.cpu.check.verify import View
 from headrace.backends.cpu.tape import Tape
 from headrace.backends.step import Chunks, HostLogits, Logits, StepRows
-from headrace.protocol.errors import CheckpointError
 from headrace.protocol.params import SamplingParams
 from headrace.runner.runner import Runner
 from headrace.sampling.sampler import F32
@@ -62,13 +62,8 @@ def model_type(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module", params=FORMS)
 def runner(request: pytest.FixtureRequest, model_type: str, directories: dict[str, Path]) -> Runner:
-    try:
-        return recorded(load(directories[model_type], block_size=8, **FORMS[request.param]))
-    except CheckpointError as error:
-        # tests/backends/cuda/test_types.py holds a refusal against what it says.
-        assert FORMS[request.param]["backend"] == "cuda", error
-        assert "backend cuda has no kernels for" in str(error), error
-        pytest.skip(str(error)[:120])
+    # tests/backends/cuda/test_types.py holds every type against torch_ref, and its refusal against what it says.
+    return recorded(load_or_skip(directories[model_type], block_size=8, **FORMS[request.param]))
 
 
 def recorded(runner: Runner) -> Runner:

@@ -35,7 +35,9 @@ from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
-FILES = "attention best choose experts linear linear_8bit linear_codes linear_ws norm rope_store rows".split()
+FILES = (
+    "attention best by_head choose experts linear linear_8bit linear_codes linear_ws norm rope_store rows xielu".split()
+)
 HEAVY = ("attention", "linear", "linear_codes")
 LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
 """Kernels of which the types of the tensors are left to the slow test."""
@@ -123,6 +125,7 @@ def once(launches: list[Launch], capability: int) -> Iterator[Launch]:
         types = {value.dtype for value in values.values() if isinstance(value, torch.Tensor) and small}
         # H: inputs of a step of codes.
         way = values.get("H"), values.get("mins") is None, values.get("key_scales") is None, values.get("WIDE")
+        way += values.get("SHARED"), values.get("IN_PARTS"), values.get("REST"), values.get("sinks") is None
         key = (each.kernel.name, each.config.name, way, frozenset(types))
         if key not in seen:
             seen.add(key)

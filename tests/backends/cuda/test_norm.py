@@ -89,11 +89,57 @@ def test_a_sum_is_rounded_before_its_norm_and_a_norm_once(mode: str) -> None:
     assert ((results["out"].double() - exact).abs() <= 0.51 * unit).all()
 
 
+@pytest.mark.parametrize("by_number", [None, False, True], ids=["no weight", "one weight", "weights"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_a_row_are_normed_each_by_itself_and_in_place(dtype: torch.dtype, by_number: bool | None) -> None:
+    """Three pieces of 20 numbers, columns of a wider row; a piece has the bits that it has in a row of its own."""
+    inputs, heads, width = problem(dtype, 100), 3, 20
+    weight = None if by_number is None else inputs["weight"][: heads * width if by_number else width]
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        part = out["x"][:, 30:90]
+        return [norm(part, weight, part, sizes(4), 0, 8, eps=1e-5, offset=1.0, heads=heads)]
+
+    outputs = {"x": inputs["x"].clone()}
+    assert_twin_agrees(make, outputs)
+    results = written(make, outputs, "interpreted")["x"]
+    pieces = inputs["x"][:4, 30:90].double().view(4, heads, width)
+    exact = pieces / (pieces.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    if weight is not None:
+        exact = exact * (weight.double().view(-1, width) + 1)
+    assert_close(results[:4, 30:90], exact.flatten(1))
+    changed = torch.zeros_like(results, dtype=torch.bool)
+    changed[:4, 30:90] = True
+    assert torch.equal(results[~changed], inputs["x"][~changed]), "other columns or rows were written"
+    sizes_of_one, outputs = sizes(1), {"x": inputs["x"][2:3].clone()}
+
+    def alone(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        part = out["x"][:, 30:90]
+        return [norm(part, weight, part, sizes_of_one, 0, 1, eps=1e-5, offset=1.0, heads=heads)]
+
+    one = written(alone, outputs, "interpreted")["x"]
+    assert torch.equal(one[0], results[2])
+
+
+@pytest.mark.parametrize("mode", ["twin", "interpreted"])
+def test_a_centred_norm_without_a_bias_takes_an_offset(mode: str) -> None:
+    inputs = problem(torch.float32, 64)
+
+    def make(out: Mapping[str, Tensor]) -> Sequence[Launch]:
+        return [norm(inputs["x"], inputs["weight"], out["out"], sizes(5), 0, 8, eps=1e-5, offset=1.0, centred=True)]
+
+    out = written(make, {"out": poisoned(5, 64, dtype=torch.float32)}, mode)["out"]
+    exact = torch.nn.functional.layer_norm(inputs["x"].double(), [64], inputs["weight"].double() + 1)
+    assert_close(out, exact)
+
+
 def launches() -> list[Launch]:
-    """Norms of Llama-3.1-8B, of a small model and of a wide one."""
+    """Norms of Llama-3.1-8B, of a small model and of a wide one; of 32 heads, and of a latent without a weight."""
 
     def meta(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
     rows = torch.empty(4, dtype=torch.int32, device="meta")
-    return [norm(meta(64, width), meta(width), meta(64, width), rows, 0, 64, eps=1e-5) for width in (4096, 576, 8192)]
+    whole = [norm(meta(64, width), meta(width), meta(64, width), rows, 0, 64, eps=1e-5) for width in (4096, 576, 8192)]
+    heads = norm(meta(64, 4096), meta(4096), meta(64, 4096), rows, 0, 64, eps=1e-5, heads=32)
+    return [*whole, heads, norm(meta(64, 512), None, meta(64, 512), rows, 0, 64, eps=1e-5)]

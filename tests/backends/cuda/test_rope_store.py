@@ -52,7 +52,22 @@ def launches(device: str = "meta") -> list[Launch]:
             if kind == "bfloat16":
                 result.append(rope_store(*inputs, HeadForm(table, norm, norm)))
                 result.append(rope_store(*inputs))
-    return result
+    # Latent attention: keys that hold their values, queries alone; heads of 512 numbers, all of which turn.
+    bf16, rows = torch.bfloat16, (empty(256), empty(256), empty(4), 256)
+    angles = [empty(4096, pairs, dtype=torch.float32) for pairs in (32, 256)]
+    shape = LayerShape(1, 576, 512, shares_key=True)
+    for kind in ("bfloat16", "int8"):
+        layer = KVCache([shape], [4], 16, kind, torch.device(device)).layers[0]
+        form = HeadForm(RopeTable(angles[0], angles[0], 512))
+        result.append(rope_store(empty(256, 576, dtype=bf16), Heads(0, 1, 576, 512), layer, *rows, form))
+    query = empty(256, 128 * 576, dtype=bf16)
+    result.append(rope_store(query, Heads(128, 0, 576), None, None, *rows[1:], form))
+    norm, layer = (
+        HeadNorm(empty(512, dtype=bf16), 1e-6, 0.0),
+        KVCache([LayerShape(2, 512)], [4], 16, "bfloat16", torch.device(device)).layers[0],
+    )
+    form, qkv = HeadForm(RopeTable(angles[1], angles[1]), norm, norm), empty(256, 20 * 512, dtype=bf16)
+    return [*result, rope_store(qkv, Heads(16, 2, 512), layer, *rows, form)]
 
 
 class Problem:
@@ -215,6 +230,61 @@ def test_nothing_else_is_written(mode: str) -> None:
     assert out["scales"].transpose(2, 3).flatten(1, 2)[:, others].isnan().all()
     assert torch.equal(out["qkv"][:5, 240:], problem.qkv[:5, 240:])
     assert out["qkv"][5].isnan().all()
+
+
+LATENT, WIDER = Heads(0, 1, 24, 16), Heads(3, 2, 24, 40)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("heads", [LATENT, WIDER], ids=["values in the keys", "wider values"])
+def test_keys_and_values_of_other_sizes_are_those_of_the_reference(heads: Heads, kind: str) -> None:
+    """Numbers 16 ... 23 of a head turn; the values of a shared key are not there, wider ones lie behind the keys."""
+    shares = heads is LATENT
+    width = (heads.num_heads + heads.num_kv_heads) * 24 + (0 if shares else 2 * 40)
+    qkv, table = random(6, width, seed=1), RopeTable(random(MAX_LEN, 4, seed=2), random(MAX_LEN, 4, seed=3), 16)
+    shape = LayerShape(heads.num_kv_heads, 24, heads.value_dim, shares_key=shares)
+
+    def run(mode: str) -> tuple[Tensor, LayerCache]:
+        layer = KVCache([shape], [NUM_BLOCKS], BLOCK_SIZE, kind, CPU).layers[0]
+        out = qkv.clone()
+        launch = rope_store(
+            out, heads, layer, Problem.slots, Problem.positions, ints(5, 0, 0, 0), 8, HeadForm(table),
+            copies=Problem.copies,
+        )  # fmt: skip
+        launch.run_twin() if mode == "twin" else run_interpreted(launch, backwards)
+        return out, layer
+
+    (query, layer), (twin_query, twin) = run("interpreted"), run("twin")
+    assert_close(query, twin_query)
+    for part, expected in zip(layer.parts(), twin.parts(), strict=True):
+        assert_close(part.float(), expected.float(), 1.1e-2 if kind == "int8" else 6.5e-2)
+    chunks = Chunks([0, 7, 40, 12], [[1, 1], [1], [1], [1]], [[2], [2], [0] * 6, [3, 4]], [(3, 8), (3, 15), (4, 30)])
+    batch = make_forward_batch(chunks, BLOCK_SIZE, CPU)
+    keys = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, heads.num_kv_heads, 24)
+    values = keys[..., :16] if shares else torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 40)
+    reference = TorchCache(keys, values, shares_key=shares, rounds_to="" if kind == "float32" else kind)
+    RefOps(CPU, torch.float32).rope_store(qkv[:5].clone(), heads, batch, reference, HeadForm(table))
+    for codes, scales, expected in (
+        (layer.keys, layer.key_scales, keys), (layer.values, layer.value_scales, values),
+    ):  # fmt: skip
+        numbers = codes.float() if scales is None else codes.float() * scales[..., None]
+        assert_close(numbers.transpose(1, 2), expected, 1.1e-2 if kind == "int8" else 6.5e-2)
+
+
+def test_queries_turn_alone_without_a_cache() -> None:
+    heads, table = Heads(9, 0, 24), RopeTable(random(MAX_LEN, 4, seed=2), random(MAX_LEN, 4, seed=3), 16)
+    x = random(6, 9 * 24 + 5, seed=1, dtype=torch.bfloat16)
+
+    def make(out: Mapping[str, Tensor]) -> list[Launch]:
+        positions, sizes = Problem.positions, ints(5, 0, 0, 0)
+        return [rope_store(out["x"], heads, None, None, positions, sizes, 8, HeadForm(table))]
+
+    assert_twin_agrees(make, {"x": x})
+    out = written(make, {"x": x}, "interpreted")["x"]
+    batch = make_forward_batch(Chunks([0, 7, 40, 12], [[1, 1], [1], [1], [1]], [[2], [2], [0] * 6, [3, 4]]), 8, CPU)
+    assert_close(out[:5], RefOps(CPU, torch.bfloat16).rope(x[:5], 9, 24, batch, table))
+    assert torch.equal(out[5], x[5])
+    assert torch.equal(out[:, 9 * 24 :], x[:, 9 * 24 :])
 
 
 def test_forgotten_copies_are_seen() -> None:

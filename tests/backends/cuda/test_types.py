@@ -13,29 +13,20 @@ import pytest
 import torch
 from tests.models import test_encoders as encoders
 from tests.support.harness import chunk_sizes, follow, load, random_ids, save_random
+from tests.support.refusals import load_or_skip
 
 from headrace import models
-from headrace.protocol.errors import CheckpointError
-from headrace.runner.runner import Runner
+from headrace.backends.cuda.ops import CudaOps
 
 ON_CPU: dict[str, Any] = {"backend": "cuda", "device": "cpu"}
-REFUSAL = "backend cuda has no kernels for"
+SMALL: dict[str, Any] = {"dtype": "float32", "block_size": 8, "max_num_batched_tokens": 64}
 LENGTH = 40
-
-
-def load_or_skip(directory: Path) -> Runner:
-    """Load a type on the cuda backend; a refusal, which must say what is missing, ends the test."""
-    try:
-        return load(directory, dtype="float32", block_size=8, max_num_batched_tokens=64, **ON_CPU)
-    except CheckpointError as error:
-        assert REFUSAL in str(error), "a type is refused for another reason"
-        pytest.skip(str(error)[:120])
 
 
 @pytest.mark.parametrize("name", models.names())
 def test_a_type_gives_the_tokens_of_torch_ref_or_is_refused(name: str, tmp_path: Path) -> None:
     save_random(models.find(name).TINY, tmp_path)
-    mine, text = load_or_skip(tmp_path), random_ids(LENGTH, 199, 1)
+    mine, text = load_or_skip(tmp_path, **ON_CPU, **SMALL), random_ids(LENGTH, 199, 1)
     logits = follow(mine, text, [LENGTH - 3, 1, 1, 1])
     reference = follow(load(tmp_path, dtype="float32", backend="torch_ref"), text, [LENGTH])
     assert (logits - reference).abs().max() < 1e-4 * reference.abs().max()
@@ -48,7 +39,7 @@ def test_a_type_gives_the_tokens_of_torch_ref_or_is_refused(name: str, tmp_path:
 @pytest.mark.parametrize("name", encoders.TYPES)
 def test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused(name: str, tmp_path: Path) -> None:
     encoders.save(name, tmp_path)
-    load_or_skip(tmp_path)
+    load_or_skip(tmp_path, **ON_CPU, **SMALL)
     texts = encoders.texts_of((1, 30, 129))
     mine = encoders.open_llm(tmp_path, **ON_CPU)
     actual = np.array(encoders.vectors(mine, texts))
@@ -60,8 +51,6 @@ def test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused(name: str, tmp_
 
 def test_control_a_wrong_type_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that computes something else is neither right nor refused."""
-    from headrace.backends.cuda.ops import CudaOps
-
     scale = CudaOps.scale
     monkeypatch.setattr(CudaOps, "scale", lambda self, x, factor: scale(self, x, 1.01 * factor))
     with pytest.raises(AssertionError):

@@ -177,7 +177,7 @@ class CudaOps:
         return self._put("multiply", x.width, x.dim, x=x, gate=gate, kind=kind)
 
     def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
-        """Return the weights of all experts or heads [E, out, in], codes widened, copied side by side the first time."""
+        """Return the weights of experts or heads [E, out, in], codes widened, copied side by side the first time."""
         parts = [cuda_matrix(matrix) for matrix in matrices]
         if any(part.bias is not None for part in parts):
             raise CheckpointError(f"{parts[0].name}: backend cuda has no kernels for experts with biases")

@@ -40,11 +40,10 @@ def _by_head(
         b = tl.load(w_row + k + inner[None, :], mask=(column < NUM_OUT)[:, None] & inside, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     tl.store(out_row + column[None, :], total.to(out.dtype.element_ty), mask=real & (column < NUM_OUT)[None, :])
-    if TAIL > 0:
-        if tile == 0:
-            rest = tl.arange(0, BLOCK_TAIL)[None, :]
-            numbers = tl.load(x_row + NUM_IN + rest, mask=real & (rest < TAIL), other=0.0)
-            tl.store(out_row + NUM_OUT + rest, numbers, mask=real & (rest < TAIL))
+    if tile == 0 and TAIL > 0:
+        rest = tl.arange(0, BLOCK_TAIL)[None, :]
+        numbers = tl.load(x_row + NUM_IN + rest, mask=real & (rest < TAIL), other=0.0)
+        tl.store(out_row + NUM_OUT + rest, numbers, mask=real & (rest < TAIL))
 
 
 def _twin(a: Arguments) -> None:

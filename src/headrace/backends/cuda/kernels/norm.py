@@ -83,16 +83,17 @@ def norm(
 
     sizes: int32, numbers of rows in device memory, of which `sizes[dim]` counts here, at most `num_rows`.
     heads: pieces of a row that are normed each by itself.
-    weight, bias [H]; of pieces [H] or [H / heads]; no weight stands for 1. The result is x / sqrt(mean(x^2) + eps) * (offset + weight) + bias, of x less its mean if
-    `centred`.
+    weight, bias [H]; of pieces [H] or [H / heads]; no weight stands for 1. The result is
+    x / sqrt(mean(x^2) + eps) * (offset + weight) + bias, of x less its mean if `centred`.
     """
     width = x.shape[1] // heads
     step = width if heads > 1 and weight is not None and weight.numel() == x.shape[1] else 0
     arguments = {
         "x": x, "ld_x": x.stride(0), "y": add, "ld_y": 0 if add is None else add.stride(0),
         "total": total, "ld_total": 0 if total is None else total.stride(0),
-        "weight": weight, "weight_step": step, "bias": bias, "out": out, "ld_out": out.stride(0), "sizes": sizes, "width": width,
-        "eps": eps, "offset": offset, "DIM": dim, "CENTRED": centred, "BLOCK": triton.next_power_of_2(width),
+        "weight": weight, "weight_step": step, "bias": bias, "out": out, "ld_out": out.stride(0),
+        "sizes": sizes, "width": width, "eps": eps, "offset": offset, "DIM": dim, "CENTRED": centred,
+        "BLOCK": triton.next_power_of_2(width),
     }  # fmt: skip
     num_warps = 4 if width <= 4096 else 8
     return Launch(KERNEL, (num_rows, heads), arguments, Config({}, 1 if heads > 1 and width <= 512 else num_warps))

@@ -1,10 +1,10 @@
 """Rotary embedding (Su et al. 2021) of queries and keys, and the store of keys and values in the cache, in one launch.
 
 One program for HEADS heads of one row: of its queries, keys or values. A head lies in registers as its left numbers
-[PAIRS] from FIRST on, which turn with the right ones [PAIRS], and the rest that does not turn, so that each thread reads
-and writes the same places. Without a cache queries are turned alone. Keys and values become codes as `torch_ref.rounded.as_stored` defines them, to the bit: divisions are
-exact, and fp8 is rounded by integers, since the GPUs' conversions saturate where the definition does not, and sm_80 has
-none.
+[PAIRS] from FIRST on, which turn with the right ones [PAIRS], and the rest that does not turn, so that each thread
+reads and writes the same places. Without a cache queries are turned alone. Keys and values become codes as
+`torch_ref.rounded.as_stored` defines them, to the bit: divisions are exact, and fp8 is rounded by integers, since the
+GPUs' conversions saturate where the definition does not, and sm_80 has none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The activation xIELU (Huang et al. 2024, "Deriving activation functions via integration") of each number by itself."""
+"""The activation xIELU of each number (Huang et al. 2024, "Deriving activation functions via integration")."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def xielu(
     beta: float,
     config: Config | None = None,
 ) -> Launch:
-    """beta * x + positive * x^2 where x > 0, else beta * x + negative * (exp(x) - 1 - x) -> out [R, W]; sizes[dim] rows,
-    at most `num_rows`."""
+    """beta * x + positive * x^2 where x > 0, else beta * x + negative * (exp(x) - 1 - x) -> out [R, W].
+
+    sizes: int32, numbers of rows in device memory, of which `sizes[dim]` counts here, at most `num_rows`.
+    """
     config = config or CONFIGS[0]
     arguments: dict[str, Argument] = {
         "x": x, "ld_x": x.stride(0), "out": out, "ld_out": out.stride(0), "sizes": sizes, "width": out.shape[1],
