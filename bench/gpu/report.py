@@ -27,7 +27,7 @@ class Report:
 
     Args:
         end: when the stage's time is over (`time.time()`).
-        only: part of the names of items to run.
+        only: parts of the names of items to run, divided by |; empty: all run.
     """
 
     def __init__(self, path: Path, end: float, only: str = "") -> None:
@@ -41,9 +41,12 @@ class Report:
             elif item["status"] == "running":
                 item |= {"status": "failed", "error": "the process ended or hung"}
 
+    def _is_chosen(self, name: str) -> bool:
+        return any(part in name for part in self.only.split("|"))
+
     def wants(self, name: str) -> bool:
         """Return whether an item of that name is to run, and has not run yet."""
-        return self.only in name and all(item["name"] != name for item in self.items)
+        return self._is_chosen(name) and all(item["name"] != name for item in self.items)
 
     def run(
         self,
@@ -61,7 +64,7 @@ class Report:
         An item fails by raising, or by a result whose "fault" is not empty. Raises `SystemExit` if the GPU answers no
         more: only another process can use it then.
         """
-        if self.only not in name and not is_needed:
+        if not self._is_chosen(name) and not is_needed:
             return None
         earlier = next((item for item in self.items if item["name"] == name), None)
         if earlier is not None:

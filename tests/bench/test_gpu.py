@@ -209,6 +209,11 @@ def test_the_page_has_the_figures_of_the_first_run() -> None:
     assert wrong == [0] * 5
 
 
+def test_items_are_chosen_by_parts_of_their_names(tmp_path: Path) -> None:
+    report = Report(tmp_path / "stage.json", time.time() + 600, "draw|x64")
+    assert [report.wants(name) for name in ("draw 256", "engine x64", "engine x6")] == [True, True, False]
+
+
 def test_a_failure_is_kept_and_the_stage_goes_on(report: Report) -> None:
     def fail() -> dict[str, Any]:
         raise ValueError("no such thing")
