@@ -44,6 +44,13 @@ def test_a_file_is_read_and_a_broken_one_is_not_used(tmp_path: Path, caplog: pyt
     assert tuned.read("a100", tmp_path) == {}
 
 
+def test_a_gpu_without_a_file_takes_that_of_the_same_chip(tmp_path: Path) -> None:
+    (tmp_path / f"{tuned.HOPPER}.json").write_text(json.dumps({"kernels": {"_linear": {}}}))
+    assert tuned.read("h200", tmp_path) == {"_linear": {}}
+    (tmp_path / "h200.json").write_text(json.dumps({"kernels": {"_norm": {}}}))
+    assert tuned.read.__wrapped__("h200", tmp_path) == {"_norm": {}}
+
+
 def suited(kernel: str, shape: str) -> set[str]:
     """Return the names of the configs of a kernel that suit a shape of a file, on Hopper."""
     size, *words = shape.split()

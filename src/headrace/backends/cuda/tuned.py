@@ -24,6 +24,10 @@ FOLDER = Path(__file__).with_name("tuned")
 Table: TypeAlias = Mapping[str, Mapping[str, Mapping[str, str]]]
 """Kernel -> shape -> most rows of a bucket -> name of a config."""
 
+HOPPER = "h100-80gb-hbm3"
+SAME_CHIP = dict.fromkeys(("h200", "h100-nvl", "h100-pcie", "gh200-480gb", "h20"), HOPPER)
+"""GPUs that take the file of another with the same multiprocessors, where they have none of their own."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,8 +58,11 @@ def gpu_name(device: torch.device) -> str:
 
 @functools.cache
 def read(gpu: str, folder: Path = FOLDER) -> Table:
-    """Return the measured configs of a GPU; none where there is no file, or one that cannot be read."""
+    """Return the measured configs of a GPU, or of the same chip; none where there is no file, or one that cannot be
+    read."""
     path = folder / f"{gpu}.json"
+    if not path.exists():
+        path = folder / f"{SAME_CHIP.get(gpu, gpu)}.json"
     if not path.exists():
         return {}
     try:
