@@ -55,7 +55,7 @@ def of_many_rows(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
             yield case(linear_ws_problem, num_rows, 144, 600, torch.bfloat16, is_gated=True)
             if not toy:
                 yield case(linear_ws_problem, num_rows, 660, 1800, torch.float16, is_gated=True, extras=True)
-                yield case(linear_ws_problem, num_rows, 1024, 4096, torch.bfloat16)
+                yield case(linear_ws_problem, num_rows, 330, 4096, torch.bfloat16)
 
 
 def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:

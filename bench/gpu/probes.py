@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
 from bench.gpu.weights import random_codes
 from headrace.backends.base import Heads
+from headrace.backends.cuda import trust
 from headrace.backends.cuda.cache import STORED
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import choose, linear, linear_codes, linear_ws, spans
@@ -29,8 +31,9 @@ BOTH_INSTRUCTIONS = {
 }
 """Tiles of 16 rows are too small for Hopper's wgmma, so the compiler takes mma.sync for them."""
 
-FEW_KERNELS = ("order of K in tensor cores", "choose against the sampler")
-"""Probes that take longer on the host than to compile."""
+TRUST = "check before linear_ws is used"
+FEW_KERNELS = ("order of K in tensor cores", "choose against the sampler", TRUST)
+"""Probes that take longer on the host than to compile, and one that launches by itself."""
 
 Result = dict[str, Any]
 Probe = tuple[str, Callable[[], Result]]
@@ -46,6 +49,8 @@ def probes(device: Device) -> Iterator[Probe]:
     for kind, stored in STORED.items():
         if device.capability >= 90 or "fp8" not in kind:
             yield f"decode against prefill, cache of {kind}", lambda k=kind, s=stored: attention(device, k, s)  # type: ignore[misc]
+    if device.capability == 90:
+        yield TRUST, lambda: trusted(device)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
 
@@ -186,6 +191,21 @@ def attention(device: Device, kind: str, stored: torch.dtype) -> Result:
                 if unequal(rows_of(first, last, partials), expected[first:last]):
                     wrong.append(f"{first}-{last} with {partials} partials")
     return {"wrong": wrong[:20], "fault": f"{len(wrong)} chunks have other bits" if wrong else ""}
+
+
+def trusted(device: Device) -> Result:
+    """The backend's own check of the kernel for many rows: where it fails, that kernel is not used."""
+    types = (torch.bfloat16,) if device.toy else tuple(linear_ws.TYPES)
+    problems = trust.PROBLEMS[-1:] if device.toy else trust.PROBLEMS
+
+    def wrong() -> list[str]:
+        place = torch.device(device.name)
+        return [each for kind in types for each in trust.differences(place, kind, linear_ws.linear_ws, problems)]
+
+    first, began = wrong(), time.perf_counter()
+    again = wrong()
+    seconds = time.perf_counter() - began
+    return {"wrong": first, "wrong_again": again, "seconds_compiled": seconds, "fault": "; ".join((first + again)[:2])}
 
 
 def order(device: Device) -> Result:
