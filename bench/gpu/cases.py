@@ -111,7 +111,7 @@ def of_heads(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
     sinks, values, latent = Heads(4, 2, 16), Heads(4, 2, 24, 40), Heads(20, 1, 40, 24)
     large = [(latent, "bfloat16", bf16), (latent, "int8", bf16), (latent, "float32", torch.float32)]
     if not toy:
-        sinks, values, mla = Heads(64, 8, 64), Heads(8, 2, 128, 256), Heads(128, 1, 576, 512)
+        sinks, values, mla = Heads(64, 8, 64), Heads(8, 2, 128, 256), Heads(40, 1, 576, 512)
         large = [(mla, kind, bf16) for kind in ("bfloat16", "int8", "fp8_e4m3")]
         large += [(Heads(32, 1, 320, 256), "bfloat16", bf16), (Heads(20, 1, 576, 512), "float32", torch.float32)]
         yield case(attention_problem, steps, Heads(16, 2, 512), "bfloat16", bf16)

@@ -51,6 +51,17 @@ def probes(device: Device) -> Iterator[Probe]:
             yield f"decode against prefill, cache of {kind}", lambda k=kind, s=stored: attention(device, k, s)  # type: ignore[misc]
     if device.capability == 90:
         yield TRUST, lambda: trusted(device)
+    small, bf16 = device.toy, torch.bfloat16
+    sinks, latent = (Heads(4, 2, 16), Heads(20, 1, 40, 24)) if small else (Heads(64, 8, 64), Heads(40, 1, 576, 512))
+    wide = Heads(2, 1, 40) if small else Heads(16, 2, 512)
+    yield "decode against prefill, sinks", lambda: attention(device, "bfloat16", bf16, sinks, sinks=True, window=128)
+    yield "decode against prefill, chunks", lambda: attention(device, "bfloat16", bf16, sinks, window=-700)
+    for kind in ("bfloat16", "int8"):
+        yield (
+            f"decode against prefill, values in the keys, cache of {kind}",
+            lambda k=kind: attention(device, k, STORED[k], latent, shared=True),  # type: ignore[misc]
+        )
+    yield "decode against prefill, wide heads", lambda: attention(device, "bfloat16", bf16, wide)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
 
@@ -157,27 +168,32 @@ def codes(device: Device, scheme: Scheme) -> Result:
     return {"wrong": wrong, "fault": "other bits" if wrong else ""}
 
 
-def attention(device: Device, kind: str, stored: torch.dtype) -> Result:
-    """Queries of one sequence in chunks of all lengths: small and large tiles, shared and unshared spans."""
-    heads = Heads(4, 2, 16) if device.toy else Heads(32, 8, 128)
-    length = 150 if device.toy else 2100
+def attention(
+    device: Device, kind: str, stored: torch.dtype, heads: Heads | None = None, window: int = 0, sinks: bool = False,
+    shared: bool = False,
+) -> Result:  # fmt: skip
+    """Queries of one sequence in chunks of all lengths: small and large tiles, shared and unshared spans. shared:
+    values are a part of the keys."""
+    heads = heads or (Heads(4, 2, 16) if device.toy else Heads(32, 8, 128))
+    length, size = 150 if device.toy else 2100, max(heads.head_dim, heads.value_size)
     num_blocks, width = -(-length // 16), heads.num_heads * heads.head_dim
     dtype = stored if stored in (torch.float16, torch.float32) else torch.bfloat16
-    tensors = {name: tensor.to(device.name) for name, tensor in make_cache(heads, num_blocks, 16, kind).items()}
-    cache, keys = cache_of(tensors, kind), tensors["keys"]
+    tensors = {name: tensor.to(device.name) for name, tensor in make_cache(heads, num_blocks, 16, kind, shared).items()}
+    cache, keys = cache_of(tensors, kind, heads.value_size), tensors["keys"]
     query = 2 * normal(length, width, dtype=dtype).to(device.name)
     blocks = torch.arange(num_blocks, dtype=torch.int32, device=device.name)
     kinds = (heads.num_heads, heads.num_kv_heads)
-    chosen = paged.default_configs(*kinds, heads.head_dim, query.dtype, keys.dtype)
+    more = {"window": window, "sinks": normal(heads.num_heads, seed=11, dtype=dtype).to(device.name) if sinks else None}
+    chosen = paged.default_configs(*kinds, size, query.dtype, keys.dtype, device.capability, shared)
 
     def rows_of(first: int, last: int, partials: int) -> Tensor:
-        out = torch.full((last - first, width), torch.nan, device=device.name)
-        items = spans.work_list([first], [last - first], [0], *paged.tile_rows(*kinds, chosen), partials)
-        shared = spans.make_scratch(max(partials, 1), *kinds, heads.head_dim, device.name)
+        out = torch.full((last - first, heads.num_heads * heads.value_size), torch.nan, device=device.name)
+        items = spans.work_list([first], [last - first], [0], *paged.tile_rows(*kinds, chosen, size), partials)
+        sums = spans.make_scratch(max(partials, 1), *kinds, heads.head_dim, device.name, heads.value_size)
         device.run(paged.attention(
-            query[first:last], out, cache, blocks, torch.from_numpy(items).to(device.name), shared,
+            query[first:last], out, cache, blocks, torch.from_numpy(items).to(device.name), sums,
             heads=heads.num_heads, kv_heads=heads.num_kv_heads, scale=heads.head_dim**-0.5,
-            programs=2 * device.num_programs, chosen=chosen,
+            programs=2 * device.num_programs, chosen=chosen, **more,
         ))  # fmt: skip
         return out
 
