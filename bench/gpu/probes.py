@@ -14,6 +14,7 @@ from bench.gpu.cache_problems import cache_of, make_cache
 from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
+from bench.gpu.state_problems import state_probes
 from bench.gpu.weights import random_codes
 from headrace.backends.base import Heads
 from headrace.backends.cuda.cache import STORED
@@ -46,6 +47,7 @@ def probes(device: Device) -> Iterator[Probe]:
     for kind, stored in STORED.items():
         if device.capability >= 90 or "fp8" not in kind:
             yield f"decode against prefill, cache of {kind}", lambda k=kind, s=stored: attention(device, k, s)  # type: ignore[misc]
+    yield from state_probes(device)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
 

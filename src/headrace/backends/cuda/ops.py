@@ -27,6 +27,7 @@ from headrace.backends.base import (
 from headrace.backends.cuda.gathers import Exchange
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
+from headrace.backends.cuda.recurrent import CudaRecurrentOps
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
 
 
-class CudaOps:
+class CudaOps(CudaRecurrentOps):
     """Writes to `graph`; `begin` starts a new one."""
 
     adapters = None
@@ -101,7 +102,7 @@ class CudaOps:
         return self._put("scale", x.width, x.dim, x=x, factor=factor)
 
     def columns(self, x: Value, first: int, width: int) -> Value:
-        raise CheckpointError("backend cuda has no kernels for columns of a row; use cpu or torch_ref")
+        return self.graph.columns(x, first, width)
 
     def softcap(self, x: Value, cap: float) -> Value:
         return self._put("softcap", x.width, x.dim, item_bytes=4, x=x, cap=cap)

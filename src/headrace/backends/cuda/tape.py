@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import gathers, tuned
+from headrace.backends.cuda import gathers, recurrent, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -391,4 +391,5 @@ BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "gather": _gather,
     "finite": _finite,
     "best": _best,
+    **recurrent.BINDERS,
 }
