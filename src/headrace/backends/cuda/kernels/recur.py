@@ -76,13 +76,13 @@ def _recur(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TILED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DELTA: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(2)
     if chunk >= tl.load(sizes + 1):
         return
     head = tl.program_id(1)
     key_head = head % KEY_HEADS if TILED else head // (HEADS // KEY_HEADS)
     k = tl.arange(0, KEYS)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     keys_inside = k < KEY_DIM
     columns_inside = column < VALUE_DIM
     inside = keys_inside[:, None] & columns_inside[None, :]
@@ -197,5 +197,6 @@ def _recurred(
         "TILED": heads.tiled, "KEY_DIM": heads.key_dim, "VALUE_DIM": heads.value_dim, "KEYS": keys, "COLUMNS": COLUMNS,
         "DELTA": parts["beta"] is not None, "CHANNELS": decay is not None and decay.shape[1] > heads.num_heads,
     }  # fmt: skip
-    grid = num_chunks, heads.num_heads, triton.cdiv(heads.value_dim, COLUMNS)
+    # Programs that run at the same time read neighbouring columns.
+    grid = triton.cdiv(heads.value_dim, COLUMNS), heads.num_heads, num_chunks
     return Launch(KERNEL, grid, arguments, Config({}, max(keys // KEYS_OF_WARP, 1)))
