@@ -39,7 +39,9 @@ def main() -> None:
         "--minutes", type=minutes, default=MINUTES, help="for all stages together; what finds no time is left out"
     )
     parser.add_argument("--toy", action="store_true", help="toy size; always so without a GPU")
-    parser.add_argument("--only", default="", help="items whose names contain this, or one of several parts divided by |")
+    parser.add_argument(
+        "--only", default="", help="items whose names contain this, or one of several parts divided by |"
+    )
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := [stage for stage in args.stages if stage not in STAGES]:

@@ -24,8 +24,10 @@ from bench.gpu.problems import (
     rows_problem,
     specialised,
 )
+from bench.gpu.state_problems import OPS, softplus_problem, state_problem
 from headrace.backends.base import Heads
 from headrace.backends.cuda.cache import STORED
+from headrace.backends.states import StateHeads
 from headrace.quant.schemes import Scheme
 
 
@@ -33,6 +35,8 @@ def shown(value: Any) -> str:
     """An argument in the name of a problem."""
     if isinstance(value, Heads):
         return f"{value.num_heads}/{value.num_kv_heads}x{value.head_dim}{f':{value.value_dim}' * bool(value.value_dim)}"
+    if isinstance(value, StateHeads):
+        return f"{value.num_heads}/{value.num_key_heads}x{value.key_dim}x{value.value_dim}"
     if isinstance(value, Scheme):
         return f"{value.kind}{value.book}-g{value.group}{'-min' * value.has_min}"
     if isinstance(value, list):
@@ -102,6 +106,12 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
     yield case(experts_problem, 9, 6, 2, 64, 48)
     if not toy:
         yield case(experts_problem, 200, 32, 4, 512, 384)
+    for op in OPS:
+        yield case(state_problem, op, (1, 5, 8), StateHeads(4, 2, 20, 12), torch.float32)
+        if not toy:
+            for state_heads in (StateHeads(8, 4, 128, 128), StateHeads(8, 2, 256, 64)):
+                yield case(state_problem, op, (1, 70, 300, 1), state_heads, torch.bfloat16)
+    yield case(softplus_problem, 5, 300)
     yield case(best_problem, 5, 1000 if toy else 128256)
 
 

@@ -7,6 +7,7 @@ measured rate of torch's product, whichever is longer; a share is the floor over
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,14 @@ from bench.gpu.device import Call, Device
 from bench.gpu.problems import sizes
 from bench.gpu.prove import distance
 from bench.gpu.report import Report, Result
+from bench.gpu.state_problems import OPS, inputs_of, launches_of, state_of, step_of
 from bench.gpu.weights import BLOCK
 from headrace.backends.base import HeadForm, Heads, RopeTable
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
 from headrace.backends.cuda.launch import Launch
+from headrace.backends.states import StateHeads
 from headrace.backends.step import Draw
 
 Item = tuple[str, Callable[[], Result]]
@@ -134,6 +137,9 @@ class Operators:
                 yield Operator(f"norm {model} x{rows}", functools.partial(self.norm, rows, config["hidden_size"]))
                 yield Operator(f"rope_store {model} x{rows}", functools.partial(self.rope_store, rows, heads))
         yield Operator("experts", self.experts)
+        for op in OPS:
+            for lens in ([1] * 3, [9]) if toy else ([1] * 64, [2048]):
+                yield Operator(f"{op} {len(lens)} chunks of {lens[0]}", functools.partial(self.state, op, lens))
 
     def set_count(self, num_bytes: int, most: int) -> int:
         return min(self.device.copies(num_bytes), most)
@@ -240,6 +246,18 @@ class Operators:
             [list(launches)], 2 * (gate_up.numel() + down.numel() + 2 * x.numel()), 6 * pairs * hidden * inner,
             lambda: yardsticks.grouped(device, pairs, gate_up, down),
         )  # fmt: skip
+
+    def state(self, op: str, lens: list[int], most: int) -> Work:
+        """A layer with a state of Qwen3-Next's shape. Each chunk reads a state and writes one."""
+        device, num = self.device, len(lens)
+        heads = StateHeads(2, 1, 8, 8) if device.toy else StateHeads(32, 16, 128, 128)
+        ends = itertools.accumulate(lens)
+        tensors = inputs_of(op, sum(lens), heads, torch.bfloat16) | {"state": state_of(op, heads, 2 * num)}
+        tensors["out"] = torch.zeros(sum(lens), heads.num_heads * heads.value_dim, dtype=torch.bfloat16)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        tensors |= step_of(lens, range(num), {end - 1: num + i for i, end in enumerate(ends)})
+        here = {name: tensor.to(device.name) for name, tensor in tensors.items()}
+        return Work([launches_of(op, here, heads, num)], num_bytes, 0)
 
     def priced(self, model: str) -> dict[str, str]:
         """The items that the price of the law is taken of, with what each is part of."""

@@ -15,6 +15,7 @@ from bench.gpu.cache_problems import cache_of, make_cache
 from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
 from bench.gpu.problems import normal, scratch, sizes
+from bench.gpu.state_problems import state_probes
 from bench.gpu.weights import random_codes
 from headrace.backends.base import Heads
 from headrace.backends.cuda import trust
@@ -62,6 +63,7 @@ def probes(device: Device) -> Iterator[Probe]:
             lambda k=kind: attention(device, k, STORED[k], latent, shared=True),  # type: ignore[misc]
         )
     yield "decode against prefill, wide heads", lambda: attention(device, "bfloat16", bf16, wide)
+    yield from state_probes(device)
     yield "order of K in tensor cores", lambda: order(device)
     yield "choose against the sampler", lambda: drawing(device)
 

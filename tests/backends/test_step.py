@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.backends.step import Chunks, StepSizes, make_step_rows
+from headrace.backends.step import MAX_DEPTH, Chunks, StepSizes, make_step_rows
 from headrace.protocol.kinds import CacheKind
 
 
@@ -16,3 +16,11 @@ def test_freed_blocks_name_some_block_and_rows_go_to_their_own() -> None:
     assert rows.blocks[1][:5].tolist() == [0, 2, 3, 0, 4]
     assert rows.slots[0][:3].tolist() == [7 * 4 + 1, 8 * 4 + 3, 9 * 4]
     assert rows.slots[1][:3].tolist() == [3 * 4 + 1, 0 * 4 + 3, 4 * 4]
+
+
+def test_further_slots_lie_last_with_states_and_without() -> None:
+    """A program may leave out the last array when it sends a step's ints to a device."""
+    for kinds in ((CacheKind(),), (CacheKind(), CacheKind(is_state=True))):
+        sizes: list[int] = []
+        make_step_rows(sizes.append, kinds, 4, StepSizes(8, 2, 8))
+        assert sizes[-1] == 8 * (MAX_DEPTH + 4)

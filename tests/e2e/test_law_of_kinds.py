@@ -22,6 +22,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
 TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe", "deepseek_v3", "qwen3_5_text, states alone")
+ON_CUDA = ("lfm2",)
 NUM_BLOCKS = 96
 
 
@@ -64,8 +65,8 @@ def make_requests() -> list[Request]:
     ]
 
 
-def run_alone(directory: Path) -> dict[str, Bits]:
-    core, result = make_core(directory, enable_prefix_caching=False, max_num_batched_tokens=256), {}
+def run_alone(directory: Path, **options: Any) -> dict[str, Bits]:
+    core, result = make_core(directory, enable_prefix_caching=False, max_num_batched_tokens=256, **options), {}
     for request in make_requests():
         result |= run(core, [request])
     core.close()
@@ -123,6 +124,21 @@ def test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption(model_type: 
     assert_same(run(core, make_requests()), expected)
     before = core.stats().prefix_cache_hits
     assert_same(run(core, make_requests(), preempt_every=3), expected)
+    assert core.stats().prefix_cache_hits > before + 200
+    assert core.stats().num_preemptions > 3
+    core.close()
+
+
+@pytest.mark.parametrize("model_type", ON_CUDA)
+def test_I_13_of_states_on_cuda(model_type: str, tmp_path: Path) -> None:
+    """By the twins of the kernels, in chunks of at most 32 rows."""
+    save_random(models.find(model_type).TINY, tmp_path)
+    options = {"backend": "cuda", "device": "cpu"}
+    expected = run_alone(tmp_path, **options)
+    core = make_core(tmp_path, max_num_batched_tokens=32, **options)
+    assert_same(run(core, make_requests()), expected)
+    before = core.stats().prefix_cache_hits
+    assert_same(run(core, make_requests(), preempt_every=5), expected)
     assert core.stats().prefix_cache_hits > before + 200
     assert core.stats().num_preemptions > 3
     core.close()

@@ -3,6 +3,7 @@ and a start from a published state."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from headrace import models
 from headrace.backends.step import Chunks
 from headrace.engine.build import build_engine
 from headrace.protocol.config import EngineConfig
+from headrace.protocol.errors import CheckpointError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 from headrace.runner.runner import Runner
@@ -25,7 +27,18 @@ FORMS: dict[str, dict[str, Any]] = {
     "cpu": {"backend": "cpu"},
     "cpu, int4": {"backend": "cpu", "quantization": "int4"},
     "cpu, int8, cache of int8": {"backend": "cpu", "quantization": "int8", "kv_cache_dtype": "int8"},
+    "cuda": {"backend": "cuda", "device": "cpu", "max_num_batched_tokens": 256},
 }
+NOT_ON_CUDA = {
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+"""Types for whose operators the cuda backend has no kernels."""
 SHOWN = [name for name in WITH_STATES if "text_config" not in models.find(name).TINY]
 
 
@@ -38,7 +51,15 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module", params=FORMS)
 def runner(request: pytest.FixtureRequest, directory: Path) -> Runner:
+    if request.param == "cuda" and type_of(directory) in NOT_ON_CUDA:
+        with pytest.raises(CheckpointError, match="backend cuda has no kernels for"):
+            load(directory, block_size=8, **FORMS[request.param])
+        pytest.skip("the cuda backend refuses it")
     return load(directory, block_size=8, **FORMS[request.param])
+
+
+def type_of(directory: Path) -> str:
+    return str(json.loads((directory / "config.json").read_text())["model_type"])
 
 
 def computed(runner: Runner, chunks: Chunks) -> torch.Tensor:
@@ -115,6 +136,18 @@ def test_a_slot_is_copied_read_and_written(runner: Runner) -> None:
 def test_a_step_without_slots_is_refused(runner: Runner) -> None:
     with pytest.raises(ValueError, match=r"states|zip"):
         runner.program.forward(Chunks([0], [[1, 2]], [[0]]), [])
+
+
+def test_cuda_gives_the_logits_of_torch_ref(directory: Path) -> None:
+    if type_of(directory) in NOT_ON_CUDA:
+        pytest.skip("the cuda backend refuses it")
+    token_ids = random_ids(LENGTH, 199, 7)
+    mine, reference = (
+        follow(load(directory, block_size=8, dtype="float32", **FORMS[name]), token_ids, [60, 30])
+        for name in ("cuda", "torch_ref")
+    )
+    assert (mine - reference).abs().max() < 1e-4
+    assert torch.equal(mine.argmax(1), reference.argmax(1))
 
 
 def test_an_engine_gives_the_tokens_of_the_program(directory: Path) -> None:

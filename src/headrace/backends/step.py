@@ -252,8 +252,6 @@ def make_step_rows(
         start=zeros(max_chunks),
         table_begin=zeros(max_chunks + 1),
         blocks=[zeros(max_blocks) for _ in range(num_block_kinds(kinds))],
-        copy_begin=zeros(max_rows + 1),
-        copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),
         state_in=zeros(max_chunks) if has_states else None,
         state_out=zeros(max_rows) if has_states else None,
         block_size=block_size,
@@ -261,4 +259,6 @@ def make_step_rows(
         features=features,
         adapted=zeros(1 + 3 * max_rows) if has_adapters else None,
         adapted_rows=zeros(max_rows) if has_adapters else None,
+        copy_begin=zeros(max_rows + 1),
+        copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),  # the last one, which `cuda.staging` may leave out
     )

@@ -36,8 +36,8 @@ from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
 FILES = (
-    "attention best by_head choose experts linear linear_8bit linear_codes linear_ws norm rope_store rows xielu".split()
-)
+    "attention best by_head choose experts linear linear_8bit linear_codes linear_ws norm recur rope_store rows xielu"
+).split()
 HEAVY = ("attention", "linear", "linear_codes")
 LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
 """Kernels of which the types of the tensors are left to the slow test."""

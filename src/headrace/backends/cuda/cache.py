@@ -1,18 +1,22 @@
-"""The KV cache on a GPU: blocks of [kv_heads, block_size, head_dim], so that a head's positions lie side by side.
+"""The KV cache on a GPU: blocks of [kv_heads, block_size, head_dim], so that a head's positions lie side by side; and
+states in slots.
 
 Owns the memory of all layers. Knows blocks and slots; must not know sequences. Made by `program`; written by the kernel
-`rope_store`, read by `attention`.
+`rope_store`, read by `attention`; states are read and written by `conv` and `recur`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.backends.base import LayerShape
+from headrace.backends.states import StateCache
 from headrace.backends.torch_ref.tensors import zeros
 from headrace.protocol.errors import CheckpointError
 
@@ -72,10 +76,13 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.pool_sizes, self.block_size, self.device = tuple(pool_sizes), block_size, device
-        self.layers: list[LayerCache] = []
+        self.layers: list[Any] = []  # each a LayerCache or a StateCache
         for shape in shapes:
             if shape.states:
-                raise CheckpointError("backend cuda has no kernels for layers with a state; use cpu or torch_ref")
+                slots = pool_sizes[shape.kind]
+                arrays = [zeros((slots, *size), torch.float32, device) for size in shape.states]
+                self.layers.append(StateCache(shape.kind, tuple(arrays)))
+                continue
             if shape.source is not None:
                 self.layers.append(self.layers[shape.source])
                 continue
@@ -96,9 +103,15 @@ class KVCache:
             self.layers.append(layer)
 
     def _parts(self, kind: int | None) -> list[Tensor]:
-        """Return the arrays of a kind, or of every kind, with its blocks on the first axis."""
+        """Return the arrays of a kind with its blocks or slots on the first axis, or of every kind that has blocks."""
         layers = {id(layer): layer for layer in self.layers if kind in (layer.kind, None)}
-        return [part for layer in layers.values() for part in layer.parts()]
+        parts: list[Tensor] = []
+        for layer in layers.values():
+            if isinstance(layer, LayerCache):
+                parts += layer.parts()
+            elif kind is not None:
+                parts += layer.arrays
+        return parts
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: int = 0) -> None:
         """Copy whole blocks (source, target) of a kind, one pair after the other."""
@@ -108,7 +121,7 @@ class KVCache:
                 part[target] = part[source]
 
     def read_block(self, block: int, kind: int | None = None) -> bytes:
-        """Return all that a block holds, in one kind or in every kind."""
+        """Return the bytes of a block in one kind or in every kind that has blocks, or of a slot of states."""
         blocks = [part[block].contiguous().view(torch.uint8).cpu().numpy() for part in self._parts(kind)]
         return b"".join(block.tobytes() for block in blocks)
 
@@ -125,10 +138,13 @@ class KVCache:
 
 
 def block_bytes(shapes: Sequence[LayerShape], kind: int, block_size: int, dtype: str) -> int:
-    """Return the bytes of a block of a kind over all its layers, scales included."""
+    """Return the bytes of a block of a kind over all its layers, scales included; of a kind of states those of a
+    slot."""
     total = 0
     for shape in shapes:
-        if shape.kind == kind and shape.source is None:
+        if shape.kind == kind and shape.states:
+            total += 4 * sum(math.prod(size) for size in shape.states)
+        elif shape.kind == kind and shape.source is None:
             sizes = [shape.head_dim] if shape.shares_key else [shape.head_dim, shape.value_size]
             per_head = sum(size * STORED[dtype].itemsize + (4 if dtype in SCALED else 0) for size in sizes)
             total += block_size * shape.num_kv_heads * per_head

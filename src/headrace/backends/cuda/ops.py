@@ -27,6 +27,7 @@ from headrace.backends.base import (
 from headrace.backends.cuda.gathers import Exchange
 from headrace.backends.cuda.kernels.experts import stacked
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
+from headrace.backends.cuda.recurrent import CudaRecurrentOps
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.quant.base import MatrixSource
 
 
-class CudaOps:
+class CudaOps(CudaRecurrentOps):
     """Writes to `graph`; `begin` starts a new one."""
 
     adapters = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import binders_heads, gathers, trust, tuned
+from headrace.backends.cuda import binders_heads, gathers, recurrent, trust, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -431,4 +431,5 @@ BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "finite": _finite,
     "best": _best,
     **binders_heads.BINDERS,
+    **recurrent.BINDERS,
 }
