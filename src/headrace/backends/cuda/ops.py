@@ -21,12 +21,12 @@ from headrace.backends.base import (
     LayerShape,
     Matrix,
     RopeTable,
-    Routing,
     Scoring,
 )
 from headrace.backends.cuda.gathers import Exchange
-from headrace.backends.cuda.kernels.experts import stacked
+from headrace.backends.cuda.kernels.experts import Mixture
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
+from headrace.backends.cuda.stacks import Stacks, stack_of
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
@@ -46,6 +46,7 @@ class CudaOps:
         self.device, self.dtype = device, dtype
         self.weight_bytes = 0
         self.matrices: list[CudaMatrix] = []
+        self._stacks = Stacks(dtype)
         self.begin()
 
     def begin(self) -> None:
@@ -70,6 +71,7 @@ class CudaOps:
         matrix = make_matrix(source, bias, self.device, self.dtype, num_whole)
         self.matrices.append(matrix)
         self.weight_bytes += matrix.num_bytes
+        self._stacks.add(matrix)
         return matrix
 
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Value:
@@ -159,29 +161,16 @@ class CudaOps:
         )  # fmt: skip
 
     def experts(self, x: Value, layer: ExpertLayer, seen: Value | None = None) -> Value:
-        routing = layer.routing
-        if not layer.has_gate:
-            raise CheckpointError("backend cuda has no kernels for experts without a gate; use cpu or torch_ref")
-        if routing != Routing(routing.top_k, renormalise=routing.renormalise):
-            raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
-        logits = self.linear(seen or x, layer.router)
-        return self._put(
-            "experts", x.width, x.dim, x=x, logits=logits, top_k=routing.top_k, renormalise=routing.renormalise,
-            kind=layer.kind, gate_up=self._stacked(layer.gate_up), down=self._stacked(layer.down),
-        )  # fmt: skip
+        logits = self.linear(x if seen is None else seen, layer.router)
+        self._stacks.close()
+        gate_up, down = (
+            stack_of([cuda_matrix(matrix) for matrix in part], self.dtype) for part in (layer.gate_up, layer.down)
+        )
+        mixture = Mixture(layer.routing, gate_up, down, layer.kind)
+        return self._put("experts", x.width, x.dim, x=x, logits=logits, mixture=mixture)
 
     def multiply(self, x: Value, gate: Value, kind: Activation) -> Value:
         return self._put("multiply", x.width, x.dim, x=x, gate=gate, kind=kind)
-
-    def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
-        """Return the weights of all experts [E, out, in], codes widened, copied side by side the first time."""
-        parts = [cuda_matrix(matrix) for matrix in matrices]
-        if any(part.bias is not None for part in parts):
-            raise CheckpointError(f"{parts[0].name}: backend cuda has no kernels for experts with biases")
-        stack = stacked([part.plain() for part in parts])
-        for part, data in zip(parts, stack, strict=True):
-            part.data = data
-        return stack
 
     def gather(self, x: Value, layout: Layout, exchange: Exchange) -> Value:
         """Return the whole rows; each rank has the columns that `layout` gives it."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import gathers, tuned
+from headrace.backends.cuda import binders_experts, gathers, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -29,8 +29,9 @@ from headrace.backends.cuda.kernels import (
     rows,
     spans,
 )
+from headrace.backends.cuda.kernels.linear_8bit import EightBits
 from headrace.backends.cuda.launch import Config, Kernel, Launch, Work
-from headrace.backends.cuda.matrix import CudaMatrix, EightBits
+from headrace.backends.cuda.matrix import CudaMatrix
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
 DIM_NAMES = {ROWS: "rows", SEQS: "seqs", LOGITS: "logits"}
@@ -77,7 +78,7 @@ class Tape:
         self.arena = torch.zeros(max(64, graph.plan(dict(most))), dtype=torch.uint8, device=self.device)
         self._sums: linear.Scratch | None = None
         self._spans: dict[Heads, spans.Scratch] = {}
-        self._pairs: experts.Scratch | None = None
+        self._pairs: dict[str, Tensor] = {}
         self._most_rows = most[ROWS]
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
         self._rounded = torch.zeros(0), torch.zeros(0)
@@ -158,22 +159,23 @@ class Tape:
             self._spans[heads] = scratch
         return self._spans[heads]
 
-    def pairs(self, top_k: int, down: Tensor) -> experts.Scratch:
+    def pairs(self, mixture: experts.Mixture) -> experts.Scratch:
         """Return memory for the rows of experts, which the layers of a model use in turn."""
-        if self._pairs is None:
-            self._pairs = experts.make_scratch(self._most_rows, top_k, down)
-        return self._pairs
+        if not self._pairs:
+            mixtures = [node.fields["mixture"] for node in self.nodes if node.op == "experts"]
+            self._pairs = experts.shared_memory(self._most_rows, mixtures, self.dtype, self.device)
+        return experts.cut_scratch(self._pairs, self._most_rows, mixture, self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Of the arena and the scratch of all launches bound so far."""
-        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._pairs or ())]
+        scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *self._pairs.values()]
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
 
     def close(self) -> None:
         """Free the memory."""
-        self._pairs, self._wide, self._gathering = None, self._wide.new_empty(0), self._gathering.new_empty(0)
+        self._pairs, self._wide, self._gathering = {}, self._wide.new_empty(0), self._gathering.new_empty(0)
         self.arena, self._sums, self._spans, self._outside = self.arena.new_empty(0), None, {}, {}
 
     def dump(self) -> list[str]:
@@ -338,26 +340,6 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
     )
 
 
-def _experts(frame: Frame, node: Node) -> list[Launch]:
-    f, tape = node.fields, frame.tape
-    x, logits, out = (frame.rows(f[name]) for name in ("x", "logits", "out"))
-    return experts.experts(
-        x,
-        logits,
-        f["gate_up"],
-        f["down"],
-        out,
-        tape.pairs(f["top_k"], f["down"]),
-        frame.sizes,
-        node.dim,
-        len(out),
-        top_k=f["top_k"],
-        renormalise=f["renormalise"],
-        kind=f["kind"],
-        num_programs=tape.num_programs,
-    )
-
-
 def _finite(frame: Frame, node: Node) -> list[Launch]:
     x = frame.rows(node.fields["x"])
     return [rows.finite(x, node.fields["flags"], frame.sizes, len(x), node.dim)]
@@ -387,8 +369,8 @@ BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "linear": _linear,
     "rope_store": _rope_store,
     "attention": _attention,
-    "experts": _experts,
     "gather": _gather,
     "finite": _finite,
     "best": _best,
+    **binders_experts.BINDERS,
 }
