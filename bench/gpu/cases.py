@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu import expert_problems
 from bench.gpu.cache_problems import attention_problem, rope_problem
 from bench.gpu.head_problems import by_head_problem, latent_problem, pieces_problem, xielu_problem
 from bench.gpu.problems import (
@@ -112,6 +113,20 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
             for state_heads in (StateHeads(8, 4, 128, 128), StateHeads(8, 2, 256, 64)):
                 yield case(state_problem, op, (1, 70, 300, 1), state_heads, torch.bfloat16)
     yield case(softplus_problem, 5, 300)
+    widths = (64, 48) if toy else (512, 384)
+    few, many = (5, 9) if toy else (7, 300)
+    for name in expert_problems.ROUTINGS:
+        yield case(expert_problems.routing_problem, few if toy else many, name)
+    for name in expert_problems.FORMS:
+        yield case(expert_problems.form_problem, few, name, *widths)
+        if not toy:
+            yield case(expert_problems.form_problem, many, name, *widths)
+    for scheme in (*schemes, Scheme("i4", 64, True), Scheme("i4", 16, book="e2m1")):
+        for num_rows in (few,) if toy else (few, many):
+            yield case(expert_problems.expert_codes_problem, num_rows, scheme, *widths)
+    for grouped in (False, True):
+        for num_rows in (few,) if toy else (few, many):
+            yield case(expert_problems.expert_8bit_problem, num_rows, grouped, *widths)
     yield case(best_problem, 5, 1000 if toy else 128256)
 
 

@@ -24,7 +24,7 @@ from bench.gpu.prove import distance
 from bench.gpu.report import Report, Result
 from bench.gpu.state_problems import OPS, inputs_of, launches_of, state_of, step_of
 from bench.gpu.weights import BLOCK
-from headrace.backends.base import HeadForm, Heads, RopeTable
+from headrace.backends.base import HeadForm, Heads, RopeTable, Routing
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels import choose, experts, norm, rope_store
@@ -236,11 +236,11 @@ class Operators:
         down = device.random(count, hidden, inner, scale=inner**-0.5)
         x, logits = device.random(num_rows, hidden), device.random(num_rows, count)
         out, counts = torch.full_like(x, torch.nan), sizes(num_rows).to(device.name)
-        shared = experts.make_scratch(num_rows, top_k, down)
+        mixture = experts.Mixture(Routing(top_k), experts.Stack(gate_up, count), experts.Stack(down, count), "silu")
+        shared = experts.make_scratch(num_rows, mixture, torch.bfloat16)
         launches = experts.experts(
-            x, logits, gate_up, down, out, shared, counts, 0, num_rows, top_k=top_k, kind="silu",
-            num_programs=device.num_programs,
-        )  # fmt: skip
+            x, logits, mixture, out, shared, counts, 0, num_rows, num_programs=device.num_programs
+        )
         pairs = num_rows * top_k
         return Work(
             [list(launches)], 2 * (gate_up.numel() + down.numel() + 2 * x.numel()), 6 * pairs * hidden * inner,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu.weights import random_codes
-from headrace.backends.base import Activation
+from headrace.backends.base import Activation, Routing
 from headrace.backends.cuda.kernels import best, experts, linear, linear_8bit, linear_codes, linear_ws, norm, rows
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.quant.base import QWeight
@@ -288,10 +288,12 @@ def experts_problem(num_rows: int, num_experts: int, top_k: int, hidden: int, in
     }  # fmt: skip
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
-        shared = experts.make_scratch(num_rows + 1, top_k, t["down"])
+        stacks = experts.Stack(t["gate_up"], num_experts), experts.Stack(t["down"], num_experts)
+        mixture = experts.Mixture(Routing(top_k), *stacks, "silu")
+        shared = experts.make_scratch(num_rows + 1, mixture, dtype)
         return experts.experts(
-            t["x"], t["logits"], t["gate_up"], t["down"], t["out"], shared, t["sizes"], 0, num_rows + 1, top_k=top_k,
-            kind="silu", num_programs=PROGRAMS, config=config,
+            t["x"], t["logits"], mixture, t["out"], shared, t["sizes"], 0, num_rows + 1, num_programs=PROGRAMS,
+            config=config,
         )  # fmt: skip
 
     exact = torch.zeros(num_rows, hidden, dtype=torch.float64)

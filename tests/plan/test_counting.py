@@ -153,7 +153,7 @@ def test_mxfp4_is_of_experts_alone() -> None:
     config = models.find("gpt_oss").TINY
     forms = count(config, Forms("bfloat16", None, {"quant_method": "mxfp4"})).forms
     experts = 3 * 5 * 3 * 40 * 48
-    assert forms["mxfp4, 4.25 bits"] == experts * 4.25 / 8
+    assert forms["mxfp4, 4.5 bits"] == experts * 4.5 / 8
 
 
 def test_forms_that_are_not_known_are_refused() -> None:

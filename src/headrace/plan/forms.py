@@ -148,9 +148,10 @@ def _bits_of(method: str, stated: dict[str, Any]) -> float:
     if method == "bitsandbytes":
         return 4 + 8 / 64 if stated.get("load_in_4bit") is True else 8.0
     if method == "mxfp4":
-        return 4 + 8 / 32
+        return 4 + 16 / 32  # scales of 8 bits in the file, of 16 in the kernels
     if method == "fp8":
-        return 8.0
+        block = stated.get("weight_block_size")
+        return 8 + (32 / block[-1] if isinstance(block, list) and block and block[-1] in GROUPS else 0)
     if method == "bitnet":
         return 2 + 16 / 128
     if method == "compressed-tensors":

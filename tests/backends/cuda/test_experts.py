@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headrace.backends.base import ExpertLayer, Routing
 from headrace.backends.cuda.kernels import experts as module
-from headrace.backends.cuda.kernels.experts import GROUPED, Scratch, experts, make_scratch, stacked
+from headrace.backends.cuda.kernels.experts import GROUPED, Mixture, Scratch, Stack, experts, make_scratch
+from headrace.backends.cuda.kernels.grouping import GROUP
 from headrace.backends.cuda.launch import Config, Kernel, Launch
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.rowwise import padded
@@ -35,9 +36,10 @@ def launches_of(
 
     x, logits, sizes = empty(num_rows, hidden), empty(num_rows, num_experts), empty(4, dtype=torch.int32)
     gate_up, down = empty(num_experts, 2 * inner, hidden), empty(num_experts, hidden, inner)
+    mixture = Mixture(Routing(top_k), Stack(gate_up, num_experts), Stack(down, num_experts), "silu")
     return experts(
-        x, logits, gate_up, down, x, make_scratch(num_rows, top_k, down), sizes, 0, num_rows, top_k=top_k, kind="silu",
-        num_programs=264, config=config,
+        x, logits, mixture, x, make_scratch(num_rows, mixture, dtype), sizes, 0, num_rows, num_programs=264,
+        config=config,
     )  # fmt: skip
 
 
@@ -78,10 +80,14 @@ class Problem:
         self.gate_up = random(EXPERTS, 2 * INNER, HIDDEN, seed=3).to(dtype) / 4
         self.down = random(EXPERTS, HIDDEN, INNER, seed=4).to(dtype) / 4
 
+    @property
+    def mixture(self) -> Mixture:
+        return Mixture(Routing(TOP_K), Stack(self.gate_up, EXPERTS), Stack(self.down, EXPERTS), "silu")
+
     def outputs(self, num_rows: int = ROWS) -> dict[str, Tensor]:
-        scratch = make_scratch(num_rows, TOP_K, self.down)
-        scratch = Scratch(*(poisoned(*t.shape, dtype=t.dtype) for t in scratch))
-        return {**scratch._asdict(), "out": poisoned(num_rows, HIDDEN, dtype=self.dtype)}
+        scratch = make_scratch(num_rows, self.mixture, self.dtype)
+        used = {name: poisoned(*t.shape, dtype=t.dtype) for name, t in scratch._asdict().items() if t.numel()}
+        return {**used, "out": poisoned(num_rows, HIDDEN, dtype=self.dtype)}
 
     def make(
         self,
@@ -90,14 +96,14 @@ class Problem:
         config: Config | None = SMALL,
         num_programs: int = 3,
     ) -> list[Launch]:
-        scratch = Scratch(*(out[name] for name in Scratch._fields))
+        scratch = Scratch(*(out.get(name, torch.empty(0)) for name in Scratch._fields))
         bucket = len(out["out"])
         x = torch.full((bucket, HIDDEN), torch.nan, dtype=self.dtype)
         logits = torch.full((bucket, EXPERTS), torch.nan, dtype=self.dtype)
         x[: len(rows)], logits[: len(rows)] = self.x[list(rows)], self.logits[list(rows)]
         return experts(
-            x, logits, self.gate_up, self.down, out["out"], scratch, sizes(len(rows)), 2, bucket,
-            top_k=TOP_K, kind="silu", num_programs=num_programs, config=config,
+            x, logits, self.mixture, out["out"], scratch, sizes(len(rows)), 2, bucket, num_programs=num_programs,
+            config=config,
         )  # fmt: skip
 
     def reference(self) -> Tensor:
@@ -143,7 +149,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_row(mode: str) -> None:
 
     def make(out: Mapping[str, Tensor]) -> list[Launch]:
         inputs = {"ids": ids, "order": out["order"], "offsets": out["offsets"], "sizes": sizes(250)}
-        return [Launch(module.GROUP, (12,), {**inputs, "TOP_K": 3, "DIM": 2}, Config({"PAIRS": 256}, 4))]
+        return [Launch(GROUP, (12,), {**inputs, "TOP_K": 3, "DIM": 2}, Config({"PAIRS": 256}, 4))]
 
     out = written(make, outputs, mode, backwards)
     flat = ids[:250].flatten()
@@ -198,19 +204,11 @@ def test_the_grid_need_not_cover_the_tiles() -> None:
     assert torch.equal(results[0][:8], results[1][:8])
 
 
-def test_matrices_side_by_side_are_not_copied() -> None:
-    together = random(3, 4, 16, seed=6)
-    assert stacked(list(together)).data_ptr() == together.data_ptr()
-    assert torch.equal(stacked(list(together)), together)
-    apart = [random(4, 16, seed=seed) for seed in range(3)]
-    assert torch.equal(stacked([*apart[:2], apart[0]]), torch.stack([*apart[:2], apart[0]]))
-
-
 @triton.jit
 def _split_by_rows(
-    x, ld_x, weight, out, ld_out, order, offsets, K, N,
+    x, ld_x, weight, bias, out, ld_out, order, offsets, K, N,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """A broken down product: K is split in two where an expert has more than one row."""
     expert = tl.program_id(0)

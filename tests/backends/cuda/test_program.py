@@ -16,9 +16,9 @@ from headrace import LLM, SamplingParams, models
 from headrace.backends.cuda import program as program_module
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.drawing import Drawing
+from headrace.backends.cuda.kernels.linear_8bit import EightBits
 from headrace.backends.cuda.kernels.linear_codes import WIDEN
 from headrace.backends.cuda.launch import Launch
-from headrace.backends.cuda.matrix import EightBits
 from headrace.backends.cuda.program import CudaProgram, bucket_sizes, planned_bytes
 from headrace.backends.cuda.staging import Staging
 from headrace.backends.step import Chunks, Draw

@@ -8,59 +8,43 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headrace.backends.cuda.kernels.linear_8bit import PIECE
+from headrace.backends.cuda.kernels.linear_8bit import PIECE, EightBits
 from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack, packs
 from headrace.backends.torch_ref.tensors import tensor, weight_of
-from headrace.quant.base import slabs, widened
+from headrace.quant.base import slabs
 from headrace.quant.schemes import F8_SCHEMES, SCHEMES, Scheme
 
 if TYPE_CHECKING:
+    from headrace.backends.cuda.kernels.experts import Stack
     from headrace.quant.base import MatrixSource
 
 
 E4M3 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EightBits:
-    """Weights [num_out, num_in] as float8_e4m3fn, which rows rounded to the same type are multiplied with.
-
-    scales: float32, one for each output [num_out, 1] or for each 128 inputs [num_out, num_in / 128].
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    @property
-    def grouped(self) -> bool:
-        return self.scales.shape[1] > 1
-
-    def dense(self) -> Tensor:
-        return self.codes.float().mul(widened(self.scales, PIECE, self.codes.shape[1]))
+Weights: TypeAlias = "Tensor | PackedCodes | EightBits"
 
 
 @dataclass(slots=True, eq=False)
 class CudaMatrix:
     """A linear layer: `data` [num_out, num_in] in the model's dtype, contiguous, or codes; `bias` [num_out] float32.
 
-    num_whole: outputs of the matrix that these are a part of, by which its sums are cut in spans."""
+    num_whole: outputs of the matrix that these are a part of, by which its sums are cut in spans. place: of an expert,
+    the stack of all, of which data and bias are views, and the expert's number."""
 
     name: str
     scheme: Scheme
-    data: Tensor | PackedCodes | EightBits
+    data: Weights
     num_in: int
     num_out: int
     bias: Tensor | None
     num_whole: int
+    place: tuple[Stack, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +74,7 @@ def make_matrix(
     """Copy `source` to the device. num_whole: as `CudaMatrix` has it; 0: `source` is no part of another.
 
     Raises `CheckpointError` for weights that do not fit their scheme."""
-    data: Tensor | PackedCodes | EightBits
+    data: Weights
     if source.scheme.kind == "f8":
         parts = [weight_of(source.slab(first, last)) for first, last in slabs(source)]
         scales = torch.cat([part.scales for part in parts if part.scales is not None]).float().to(device)

@@ -21,17 +21,16 @@ from headrace.backends.base import (
     LayerShape,
     Matrix,
     RopeTable,
-    Routing,
     Scoring,
 )
 from headrace.backends.cuda.gathers import Exchange
-from headrace.backends.cuda.kernels.experts import stacked
+from headrace.backends.cuda.kernels.experts import Mixture
 from headrace.backends.cuda.matrix import CudaMatrix, make_matrix
 from headrace.backends.cuda.recurrent import CudaRecurrentOps
+from headrace.backends.cuda.stacks import Stacks, stack_of
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
-from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.cuda.cache import LayerCache
@@ -47,6 +46,7 @@ class CudaOps(CudaRecurrentOps):
         self.device, self.dtype = device, dtype
         self.weight_bytes = 0
         self.matrices: list[CudaMatrix] = []
+        self._stacks = Stacks(dtype)
         self.begin()
 
     def begin(self) -> None:
@@ -71,6 +71,7 @@ class CudaOps(CudaRecurrentOps):
         matrix = make_matrix(source, bias, self.device, self.dtype, num_whole)
         self.matrices.append(matrix)
         self.weight_bytes += matrix.num_bytes
+        self._stacks.add(matrix)
         return matrix
 
     def embedding(self, ids: Tensor, table: Tensor, scale: float = 1.0) -> Value:
@@ -136,11 +137,17 @@ class CudaOps(CudaRecurrentOps):
         return out
 
     def by_head(self, x: Value, matrices: Sequence[Matrix], tail: int = 0) -> Value:
-        weights = self._stacked(matrices)
-        heads, num_out, num_in = weights.shape
+        parts = [cuda_matrix(matrix) for matrix in matrices]
+        heads, num_out, num_in = len(parts), parts[0].num_out, parts[0].num_in
+        for part in parts:
+            part.data = part.plain()  # the kernel takes no codes
+        stack = stack_of(parts, self.dtype).data
+        if not isinstance(stack, Tensor):
+            raise TypeError("plain weights became codes")
+        weights = stack.view(heads, num_out, num_in)
         out = self._put("by_head", heads * (num_out + tail), x.dim, x=x, weights=weights, tail=tail)
         if out.node is not None:
-            out.node.note, out.node.read_bytes = cuda_matrix(matrices[0]).name, weights.nbytes
+            out.node.note, out.node.read_bytes = parts[0].name, weights.nbytes
             out.node.row_ops = 2 * heads * num_in * num_out
         return out
 
@@ -163,29 +170,16 @@ class CudaOps(CudaRecurrentOps):
         )  # fmt: skip
 
     def experts(self, x: Value, layer: ExpertLayer, seen: Value | None = None) -> Value:
-        routing = layer.routing
-        if not layer.has_gate:
-            raise CheckpointError("backend cuda has no kernels for experts without a gate; use cpu or torch_ref")
-        if routing != Routing(routing.top_k, renormalise=routing.renormalise):
-            raise CheckpointError(f"backend cuda has no kernels for experts chosen by {routing}; use cpu or torch_ref")
-        logits = self.linear(seen or x, layer.router)
-        return self._put(
-            "experts", x.width, x.dim, x=x, logits=logits, top_k=routing.top_k, renormalise=routing.renormalise,
-            kind=layer.kind, gate_up=self._stacked(layer.gate_up), down=self._stacked(layer.down),
-        )  # fmt: skip
+        logits = self.linear(x if seen is None else seen, layer.router)
+        self._stacks.close()
+        gate_up, down = (
+            stack_of([cuda_matrix(matrix) for matrix in part], self.dtype) for part in (layer.gate_up, layer.down)
+        )
+        mixture = Mixture(layer.routing, gate_up, down, layer.kind)
+        return self._put("experts", x.width, x.dim, x=x, logits=logits, mixture=mixture)
 
     def multiply(self, x: Value, gate: Value, kind: Activation) -> Value:
         return self._put("multiply", x.width, x.dim, x=x, gate=gate, kind=kind)
-
-    def _stacked(self, matrices: Sequence[Matrix]) -> Tensor:
-        """Return the weights of experts or heads [E, out, in], codes widened, copied side by side the first time."""
-        parts = [cuda_matrix(matrix) for matrix in matrices]
-        if any(part.bias is not None for part in parts):
-            raise CheckpointError(f"{parts[0].name}: backend cuda has no kernels for experts with biases")
-        stack = stacked([part.plain() for part in parts])
-        for part, data in zip(parts, stack, strict=True):
-            part.data = data
-        return stack
 
     def gather(self, x: Value, layout: Layout, exchange: Exchange) -> Value:
         """Return the whole rows; each rank has the columns that `layout` gives it."""

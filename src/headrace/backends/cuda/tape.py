@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.backends.base import Heads
-from headrace.backends.cuda import binders_heads, gathers, recurrent, trust, tuned
+from headrace.backends.cuda import binders_experts, binders_heads, gathers, recurrent, trust, tuned
 from headrace.backends.cuda.gathers import Gather
 from headrace.backends.cuda.kernels import attention as paged
 from headrace.backends.cuda.kernels import (
@@ -30,8 +30,9 @@ from headrace.backends.cuda.kernels import (
     rows,
     spans,
 )
+from headrace.backends.cuda.kernels.linear_8bit import EightBits
 from headrace.backends.cuda.launch import Config, Kernel, Launch, Work
-from headrace.backends.cuda.matrix import CudaMatrix, EightBits
+from headrace.backends.cuda.matrix import CudaMatrix
 from headrace.backends.graph import LOGITS, ROWS, SEQS, Buffer, Graph, Node, Value
 
 EARLY_ROWS = 4
@@ -82,7 +83,7 @@ class Tape:
         self.arena = torch.zeros(max(64, graph.plan(dict(most))), dtype=torch.uint8, device=self.device)
         self._sums: linear.Scratch | None = None
         self._spans: dict[Heads, spans.Scratch] = {}
-        self._pairs: dict[tuple[int, ...], experts.Scratch] = {}
+        self._pairs: dict[str, Tensor] = {}
         self._most_rows, self._most_logits = most[ROWS], most[LOGITS]
         self._tops: best.Space | None = None
         self._wide = torch.zeros(0, dtype=dtype, device=self.device)
@@ -164,24 +165,24 @@ class Tape:
             self._spans[heads] = spans.make_scratch(self._partials, *heads[:3], self.device, heads.value_size)
         return self._spans[heads]
 
-    def pairs(self, top_k: int, down: Tensor) -> experts.Scratch:
-        """Return memory for the rows of experts, which the layers of one form use in turn."""
-        form = top_k, *down.shape
-        if form not in self._pairs:
-            self._pairs[form] = experts.make_scratch(self._most_rows, top_k, down)
-        return self._pairs[form]
-
     def tops(self) -> best.Space:
         """Return memory for the greatest of each row of logits."""
         if self._tops is None:
             self._tops = best.make_space(self._most_logits, self.device)
         return self._tops
 
+    def pairs(self, mixture: experts.Mixture) -> experts.Scratch:
+        """Return memory for the rows of experts, which the layers of a model use in turn."""
+        if not self._pairs:
+            mixtures = [node.fields["mixture"] for node in self.nodes if node.op == "experts"]
+            self._pairs = experts.shared_memory(self._most_rows, mixtures, self.dtype, self.device)
+        return experts.cut_scratch(self._pairs, self._most_rows, mixture, self.dtype)
+
     @property
     def num_bytes(self) -> int:
         """Of the arena and the scratch of all launches bound so far."""
         scratch = [self._wide, self._gathering, *self._rounded, *(self._sums or ()), *(self._tops or ())]
-        scratch += [part for each in self._pairs.values() for part in each]
+        scratch += self._pairs.values()
         scratch += [part for each in self._spans.values() for part in (each.sums, each.totals, each.arrived)]
         return sum(int(part.nbytes) for part in [self.arena, *scratch])
 
@@ -376,26 +377,6 @@ def _attention(frame: Frame, node: Node) -> list[Launch]:
     return launches[:1] if len(x) <= spans.SPLIT_ROWS and not f["scoring"].ahead else launches
 
 
-def _experts(frame: Frame, node: Node) -> list[Launch]:
-    f, tape = node.fields, frame.tape
-    x, logits, out = (frame.rows(f[name]) for name in ("x", "logits", "out"))
-    return experts.experts(
-        x,
-        logits,
-        f["gate_up"],
-        f["down"],
-        out,
-        tape.pairs(f["top_k"], f["down"]),
-        frame.sizes,
-        node.dim,
-        len(out),
-        top_k=f["top_k"],
-        renormalise=f["renormalise"],
-        kind=f["kind"],
-        num_programs=tape.num_programs,
-    )
-
-
 def _finite(frame: Frame, node: Node) -> list[Launch]:
     x = frame.rows(node.fields["x"])
     return [rows.finite(x, node.fields["flags"], frame.sizes, len(x), node.dim)]
@@ -426,10 +407,10 @@ BINDERS: dict[str, Callable[[Frame, Node], Sequence[Work]]] = {
     "linear": _linear,
     "rope_store": _rope_store,
     "attention": _attention,
-    "experts": _experts,
     "gather": _gather,
     "finite": _finite,
     "best": _best,
     **binders_heads.BINDERS,
     **recurrent.BINDERS,
+    **binders_experts.BINDERS,
 }

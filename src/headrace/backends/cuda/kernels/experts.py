@@ -1,15 +1,13 @@
 """Mixture of experts (Shazeer et al. 2017): route, group, two grouped products, combine.
 
-`_route` chooses each row's experts; `_group` sorts the pairs of row and expert by expert, rows ascending, without
-atomics; `_grouped` multiplies each expert's rows by its weights: programs stay and take one tile after the other, which
-they find from the experts' offsets in device memory; `_combine` adds a row's results in ascending expert id. Sums over
-K have one order and are never split, so a row's bits do not depend on which rows share its experts.
+`routing` chooses each row's experts, `grouping` sorts the pairs of row and expert. `_grouped` multiplies each expert's
+rows by its weights; `experts_codes` has the same for codes. `_combine` adds a row's results in ascending expert id.
+Sums over K have one order and are never split, so a row's bits do not depend on which rows share its experts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,137 +15,64 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace.backends.base import Activation
+from headrace.backends.base import Activation, Routing
+from headrace.backends.cuda.kernels import experts_codes, linear_8bit
+from headrace.backends.cuda.kernels.grouping import group, multiply_each, put, rows_at, tile_at, tiles_of
 from headrace.backends.cuda.kernels.linear import _sum, sum_of_spans
-from headrace.backends.cuda.kernels.rows import activated
+from headrace.backends.cuda.kernels.linear_8bit import EightBits
+from headrace.backends.cuda.kernels.linear_codes import PackedCodes
+from headrace.backends.cuda.kernels.routing import route
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
-from headrace.backends.torch_ref.ops import ACTIVATIONS
-from headrace.backends.torch_ref.rowwise import elementwise, row_sums
-
-LEAST_INT = tl.constexpr(-(2**31))
-
-
-@triton.jit
-def _route(
-    logits, ld_logits, weights, ids, sizes, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    RENORMALISE: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(sizes + DIM):
-        return
-    expert = tl.arange(0, BLOCK)
-    v = tl.load(logits + row * ld_logits + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
-    v = tl.where(v == 0, 0.0, v)
-    # Integers in the order of the numbers; NaN comes first, so that it shows in the row's result.
-    bits = v.to(tl.int32, bitcast=True)
-    order = tl.where(expert < EXPERTS, bits ^ ((bits >> 31) & 0x7FFFFFFF), LEAST_INT)
-    left = order
-    for _ in range(TOP_K):
-        left = tl.where(expert == tl.argmax(left, 0, tie_break_left=True), LEAST_INT, left)
-    chosen = left != order
-    e = tl.exp(v - tl.max(tl.where(chosen, v, float("-inf")), 0))
-    if RENORMALISE:
-        e = tl.where(chosen, e, 0.0)
-    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(ids + place, expert, mask=chosen)
-    tl.store(weights + place, e / tl.sum(e, 0), mask=chosen)
-
-
-def _route_twin(a: Arguments) -> None:
-    rows = int(a.sizes[a.DIM])
-    v = a.logits[:rows, : a.EXPERTS].float()
-    best = torch.sort(v, dim=-1, descending=True, stable=True)
-    chosen = best.indices[:, : a.TOP_K].sort(-1).values
-    e = elementwise(torch.exp, v - best.values[:, :1])
-    a.ids[:rows] = chosen.int()
-    a.weights[:rows] = e.gather(1, chosen) / row_sums(e.gather(1, chosen) if a.RENORMALISE else e)
-
-
-@triton.jit
-def _group(ids, order, offsets, sizes, TOP_K: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """One program an expert: count the pairs of those before it, then place its own in ascending order."""
-    expert = tl.program_id(0)
-    num_pairs = tl.load(sizes + DIM) * TOP_K
-    pair = tl.arange(0, PAIRS)
-    lower = tl.zeros([PAIRS], tl.int32)
-    for first in range(0, num_pairs, PAIRS):
-        values = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=expert)
-        lower += (values < expert).to(tl.int32)
-    at = tl.sum(lower, 0)
-    if expert == 0:
-        tl.store(offsets, 0)
-    for first in range(0, num_pairs, PAIRS):
-        values = tl.load(ids + first + pair, mask=first + pair < num_pairs, other=-1)
-        equal = (values == expert).to(tl.int32)
-        tl.store(order + at + tl.cumsum(equal, 0) - 1, first + pair, mask=values == expert)
-        at += tl.sum(equal, 0)
-    tl.store(offsets + expert + 1, at)
-
-
-def _group_twin(a: Arguments) -> None:
-    pairs = a.ids.view(-1)[: int(a.sizes[a.DIM]) * a.TOP_K]
-    a.order[: len(pairs)] = torch.sort(pairs, stable=True).indices.int()
-    counts = torch.bincount(pairs, minlength=len(a.offsets) - 1)
-    a.offsets.copy_(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 @triton.jit
 def _grouped(
-    x, ld_x, weight, out, ld_out, order, offsets, K, N,
+    x, ld_x, weight, bias, out, ld_out, order, offsets, K, N,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
+    FIRST: tl.constexpr, WHOLE: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAP: tl.constexpr,
 ):  # fmt: skip
     COLS: tl.constexpr = BN // 2 if GATED else BN
-    expert = tl.arange(0, BLOCK)
-    inside = expert < EXPERTS
-    counts = tl.load(offsets + expert + 1, mask=inside, other=0) - tl.load(offsets + expert, mask=inside, other=0)
-    col_tiles = tl.cdiv(N, COLS)
-    tiles = (counts + BR - 1) // BR * col_tiles
-    ends = tl.cumsum(tiles, 0)
+    tiles = tiles_of(offsets, N, EXPERTS, BLOCK, BR, COLS)
     k = tl.arange(0, BK)[None, :]
     program = tl.program_id(0)
     for turn in range(0, tl.sum(tiles, 0) - program, tl.num_programs(0)):
-        item = program + turn
-        tile_expert = tl.sum((ends <= item).to(tl.int32), 0)
-        first = tl.load(offsets + tile_expert)
-        last = tl.load(offsets + tile_expert + 1)
-        # Tiles of rows are next to each other, so that they share the weights while these are in L2.
-        item -= tl.sum(tl.where(expert < tile_expert, tiles, 0), 0)
-        row_tiles = tl.cdiv(last - first, BR)
-        row = first + item % row_tiles * BR + tl.arange(0, BR)
-        col_tile = item // row_tiles
+        expert, first, last, col_tile = tile_at(program + turn, offsets, tiles, BLOCK, BR)
+        row = first + tl.arange(0, BR)
+        x_row, out_row = rows_at(row, last, order, FIRST, TOP_K)
         col = col_tile * COLS + tl.arange(0, COLS)
-        # Rows and columns beyond the end repeat the last one: nothing is read behind it, and loads have no mask.
-        place = tl.minimum(row, last - 1)
-        pair = tl.load(order + place)
-        x_row = place
-        out_row = pair
-        if GATED:
-            x_row = pair // TOP_K
-            out_row = place
         x_at = x_row.to(tl.int64)[:, None] * ld_x + k
+        # Columns beyond the end repeat the last one.
         w_at = tl.minimum(tl.arange(0, COLS), N - 1 - col_tile * COLS)[:, None] * K + k
-        w = weight + (tile_expert.to(tl.int64) * N * (2 if GATED else 1) + col_tile * COLS) * K
+        w = weight + (expert.to(tl.int64) * N * (2 if GATED else 1) + col_tile * COLS) * K
         acc = tl.zeros([COLS, BR] if SWAP else [BR, COLS], tl.float32)
         acc, acc_up = _sum(x, x_at, w, w_at, w + N.to(tl.int64) * K, 0, K, acc, acc, GATED, BK, SWAP, WHOLE)
         if SWAP:
             acc = tl.trans(acc)
             acc_up = tl.trans(acc_up)
-        if GATED:
-            acc = activated(acc, ACT) * acc_up
-        at = out_row.to(tl.int64)[:, None] * ld_out + col[None, :]
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=(row < last)[:, None] & (col < N)[None, :])
+        put(acc, acc_up, expert, row, last, out_row, col, N, bias, out, ld_out, ACT, GATED)
 
 
 def _grouped_twin(a: Arguments) -> None:
-    for expert, (first, last) in enumerate(itertools.pairwise(a.offsets.tolist())):
-        if first == last:
-            continue
-        places, pairs = torch.arange(first, last, device=a.x.device), a.order[first:last].long()
-        v = sum_of_spans([(a.x[pairs // a.TOP_K if a.GATED else places, : a.K].float(), a.weight[expert].float())])
-        if a.GATED:
-            v = elementwise(ACTIVATIONS[a.ACT], v[:, : a.N]) * v[:, a.N :]
-        a.out[places if a.GATED else pairs, : a.N] = v.to(a.out.dtype)
+    weight = a.weight.view(-1, a.K)
+    multiply_each(a, lambda rows, outputs: sum_of_spans([(a.x[rows, : a.K].float(), weight[outputs].float())]))
+
+
+@triton.jit
+def _scale_pairs(x, ld_x, weights, out, ld_out, sizes, width, TOP_K: tl.constexpr, DIM: tl.constexpr,
+                 COLUMNS: tl.constexpr):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    if pair >= tl.load(sizes + DIM) * TOP_K:
+        return
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    v = tl.load(x + pair // TOP_K * ld_x + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + pair * ld_out + column, (v * tl.load(weights + pair)).to(out.dtype.element_ty), mask=column < width)
+
+
+def _scale_pairs_twin(a: Arguments) -> None:
+    rows = int(a.sizes[a.DIM])
+    v = a.x[:rows, None, : a.width].float() * a.weights[:rows, :, None]
+    a.out[: rows * a.TOP_K, : a.width] = v.flatten(0, 1).to(a.out.dtype)
 
 
 @triton.jit
@@ -162,13 +87,17 @@ def _combine(
     for i in tl.static_range(TOP_K):
         pair = row * TOP_K + i
         v = tl.load(y + pair * ld_y + column, mask=column < width, other=0.0).to(tl.float32)
-        total += v * tl.load(weights + pair)
+        if weights is not None:
+            v = v * tl.load(weights + pair)
+        total += v
     tl.store(out + row * ld_out + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
 def _combine_twin(a: Arguments) -> None:
     rows = int(a.sizes[a.DIM])
-    v = a.y[: rows * a.TOP_K, : a.width].float().view(rows, a.TOP_K, a.width) * a.weights[:rows, :, None]
+    v = a.y[: rows * a.TOP_K, : a.width].float().view(rows, a.TOP_K, a.width)
+    if a.weights is not None:
+        v = v * a.weights[:rows, :, None]
     total = v[:, 0]
     for i in range(1, a.TOP_K):
         total = total + v[:, i]
@@ -179,9 +108,7 @@ def _tile(rows: int, columns: int, depth: int, swap: int, warps: int, stages: in
     return Config({"BR": rows, "BN": columns, "BK": depth, "SWAP": swap}, warps, stages, capabilities)
 
 
-# Nothing is fused, so that all configurations round alike. The sum of a softmax follows from its one configuration.
-ROUTE = Kernel(_route, _route_twin, (Config({}, 1),), fuse=False)
-GROUP = Kernel(_group, _group_twin, (Config({"PAIRS": 1024}, 4), Config({"PAIRS": 4096}, 8)))
+SCALE_PAIRS = Kernel(_scale_pairs, _scale_pairs_twin, (Config({"COLUMNS": 1024}, 4),), fuse=False)
 COMBINE = Kernel(_combine, _combine_twin, (Config({"COLUMNS": 1024}, 4), Config({"COLUMNS": 512}, 2)), fuse=False)
 GROUPED = Kernel(
     _grouped,
@@ -202,12 +129,61 @@ FULL = _tile(16, 32, 32, 0, 4, 2)
 """For float32, which has no tensor cores here: correct, and slow."""
 
 
+class Stack(NamedTuple):
+    """The same matrix of all experts: their outputs, E * num_out, are the rows of `data`, expert by expert.
+
+    data: plain [E * num_out, num_in] or [E, num_out, num_in] in the model's dtype, contiguous; or codes of that many
+    rows. bias: float32 [E * num_out], or None.
+    """
+
+    data: Tensor | PackedCodes | EightBits
+    num_experts: int
+    bias: Tensor | None = None
+
+    @property
+    def num_in(self) -> int:
+        return self.data.num_in if isinstance(self.data, PackedCodes) else int(self.codes.shape[-1])
+
+    @property
+    def num_out(self) -> int:
+        """Of one expert."""
+        rows = self.codes.shape[:-1].numel()
+        return rows // self.num_experts
+
+    @property
+    def codes(self) -> Tensor:
+        return self.data if isinstance(self.data, Tensor) else self.data.codes
+
+    @property
+    def is_plain(self) -> bool:
+        return isinstance(self.data, Tensor)
+
+    @property
+    def rounds_rows(self) -> bool:
+        return isinstance(self.data, EightBits)
+
+
+class Mixture(NamedTuple):
+    """A layer's experts: gate_up [E, 2 * I, H], or [E, I, H] without a gate, and down [E, H, I]. `scale_input` and the
+    other rules are those of `routing`; `kind` is the activation between the two products."""
+
+    routing: Routing
+    gate_up: Stack
+    down: Stack
+    kind: Activation
+
+    @property
+    def has_gate(self) -> bool:
+        return self.gate_up.num_out != self.down.num_in
+
+
 class Scratch(NamedTuple):
     """The buffers that pass results from launch to launch; P = rows * top_k pairs.
 
     weights float32 and ids int32 [R, top_k], ids ascending in a row; order int32 [P], pairs sorted by expert; offsets
     int32 [E + 1], each expert's part of it; inner [P, I] in the model's dtype, in that order; outer float32 [P, H], by
-    pair.
+    pair. scaled [P, H]: inputs of experts, where these are weighted; rounded: rows of 8 bits, of both products in turn,
+    and round_scales float32, their scales, where a product takes such.
     """
 
     weights: Tensor
@@ -216,31 +192,64 @@ class Scratch(NamedTuple):
     offsets: Tensor
     inner: Tensor
     outer: Tensor
+    scaled: Tensor
+    rounded: Tensor
+    round_scales: Tensor
 
 
-def make_scratch(num_rows: int, top_k: int, down: Tensor) -> Scratch:
-    """Memory for at most `num_rows` rows and the experts of `down` [E, H, I]."""
-    (num_experts, hidden, inner), device, pairs = down.shape, down.device, num_rows * top_k
-    return Scratch(
-        weights=torch.empty(num_rows, top_k, device=device),
-        ids=torch.empty(num_rows, top_k, dtype=torch.int32, device=device),
-        order=torch.empty(pairs, dtype=torch.int32, device=device),
-        offsets=torch.empty(num_experts + 1, dtype=torch.int32, device=device),
-        inner=torch.empty(pairs, inner, dtype=down.dtype, device=device),
-        outer=torch.empty(pairs, hidden, device=device),
-    )
+def scratch_shapes(
+    num_rows: int, mixture: Mixture, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and type of each field of the scratch for at most `num_rows` rows of a model of `dtype`."""
+    routing, first, down = mixture.routing, mixture.gate_up, mixture.down
+    pairs, scales = num_rows * routing.top_k, routing.scale_input
+    rounded = [
+        (pairs if scales else num_rows, first.num_in, first.rounds_rows),
+        (pairs, down.num_in, down.rounds_rows),
+    ]
+    most_codes = max(rows * width * rounds for rows, width, rounds in rounded)
+    most_scales = max(rows * -(-width // linear_8bit.PIECE) * rounds for rows, width, rounds in rounded)
+    return {
+        "weights": ((num_rows, routing.top_k), torch.float32),
+        "ids": ((num_rows, routing.top_k), torch.int32),
+        "order": ((pairs,), torch.int32),
+        "offsets": ((down.num_experts + 1,), torch.int32),
+        "inner": ((pairs, down.num_in), dtype),
+        "outer": ((pairs, down.num_out), torch.float32),
+        "scaled": ((pairs * scales, first.num_in), dtype),
+        "rounded": ((most_codes,), torch.uint8),
+        "round_scales": ((most_scales,), torch.float32),
+    }
 
 
-def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices [out, in] as one tensor [E, out, in]: a view where they lie side by side, else a copy."""
-    first = matrices[0]
-    if all(m.is_contiguous() and m.data_ptr() == first.data_ptr() + i * m.nbytes for i, m in enumerate(matrices)):
-        return first.as_strided((len(matrices), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack(list(matrices))
+def make_scratch(num_rows: int, mixture: Mixture, dtype: torch.dtype) -> Scratch:
+    """Memory beside the weights for at most `num_rows` rows."""
+    device = mixture.down.codes.device
+    shapes = scratch_shapes(num_rows, mixture, dtype)
+    return Scratch(**{name: torch.empty(*shape, dtype=kind, device=device) for name, (shape, kind) in shapes.items()})
+
+
+def shared_memory(
+    num_rows: int, mixtures: Sequence[Mixture], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return flat memory for each field of the scratch, enough for each of the mixtures."""
+    most: dict[str, tuple[int, torch.dtype]] = {}
+    for mixture in mixtures:
+        for name, (shape, kind) in scratch_shapes(num_rows, mixture, dtype).items():
+            most[name] = max(torch.Size(shape).numel(), most.get(name, (0, kind))[0]), kind
+    return {name: torch.zeros(size, dtype=kind, device=device) for name, (size, kind) in most.items()}
+
+
+def cut_scratch(memory: Mapping[str, Tensor], num_rows: int, mixture: Mixture, dtype: torch.dtype) -> Scratch:
+    """Return the scratch as views of flat memory, at least as large for each field."""
+    shapes = scratch_shapes(num_rows, mixture, dtype)
+    return Scratch(**{
+        name: memory[name][: torch.Size(shape).numel()].view(shape) for name, (shape, _) in shapes.items()
+    })  # fmt: skip
 
 
 def default(weight: Tensor, num_pairs: int) -> Config:
-    """The configuration where none was measured, for the mean number of rows of an expert."""
+    """The configuration where none was measured, for the mean number of rows of an expert. weight [E, out, in]."""
     if weight.dtype == torch.float32:
         return FULL
     if weight.shape[1] % 32 or weight.shape[2] % 16:
@@ -252,67 +261,67 @@ def default(weight: Tensor, num_pairs: int) -> Config:
 def experts(
     x: Tensor,
     logits: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    mixture: Mixture,
     out: Tensor,
     scratch: Scratch,
     sizes: Tensor,
     dim: int,
     num_rows: int,
     *,
-    top_k: int,
-    kind: Activation,
     num_programs: int,
-    renormalise: bool = True,
     config: Config | None = None,
 ) -> list[Launch]:
-    """Sum over a row's `top_k` best experts, in ascending id, of weight * down(gated(gate_up(x))) -> out [R, H].
+    """Sum over a row's chosen experts, in ascending id, of weight * down(gated(gate_up(x))) -> out [R, H].
 
-    x [R, H]; logits [R, E], of which equal ones go to the lower id; gate_up [E, 2 * I, H] and down [E, H, I],
-    contiguous. sizes: int32, numbers of rows in device memory, of which `sizes[dim]` counts, at most `num_rows`.
-    num_programs: programs that the GPU runs at once. renormalise: the softmax is over the chosen experts alone. config:
-    of the products.
+    x [R, H]; logits [R, E]. sizes: int32, numbers of rows in device memory, of which `sizes[dim]` counts, at most
+    `num_rows`. num_programs: programs that the GPU runs at once. config: of the products.
     """
-    num_experts, hidden, _ = down.shape
-    num_pairs = num_rows * top_k
-    config = config or default(gate_up, num_pairs)
-    block = triton.next_power_of_2(num_experts)
-    per_expert: dict[str, Argument] = {"EXPERTS": num_experts, "BLOCK": block, "TOP_K": top_k}
-    s = scratch
-    route: dict[str, Argument] = {
-        "logits": logits, "ld_logits": logits.stride(0), "weights": s.weights, "ids": s.ids, "sizes": sizes,
-        "RENORMALISE": renormalise, "DIM": dim, **per_expert,
-    }  # fmt: skip
-    group: dict[str, Argument] = {
-        "ids": s.ids,
-        "order": s.order,
-        "offsets": s.offsets,
-        "sizes": sizes,
-        "TOP_K": top_k,
-        "DIM": dim,
-    }
-    sort = GROUP.configs[num_pairs > GROUP.configs[0].tiles["PAIRS"]]
-    combine: dict[str, Argument] = {
-        "y": s.outer, "ld_y": s.outer.stride(0), "weights": s.weights, "out": out, "ld_out": out.stride(0),
-        "sizes": sizes, "width": hidden, "TOP_K": top_k, "DIM": dim,
-    }  # fmt: skip
-
-    def grouped(a: Tensor, weight: Tensor, result: Tensor, gated: bool) -> Launch:
-        num_in, num_out = weight.shape[2], result.shape[1]
-        arguments: dict[str, Argument] = {
-            "x": a, "ld_x": a.stride(0), "weight": weight, "out": result, "ld_out": result.stride(0),
-            "order": s.order, "offsets": s.offsets, "K": num_in, "N": num_out, "ACT": kind if gated else "",
-            "GATED": gated, "WHOLE": num_in % config.tiles["BK"] == 0, **per_expert,
+    routing, s, top_k = mixture.routing, scratch, mixture.routing.top_k
+    hidden, num_experts, num_pairs = out.shape[1], mixture.down.num_experts, num_rows * top_k
+    step = sizes, dim, num_rows
+    chosen = [route(logits, routing, s.weights, s.ids, *step), group(s.ids, s.order, s.offsets, *step)]
+    per_row = top_k
+    if routing.scale_input:
+        scaling: dict[str, Argument] = {
+            "x": x, "ld_x": x.stride(0), "weights": s.weights, "out": s.scaled, "ld_out": s.scaled.stride(0),
+            "sizes": sizes, "width": x.shape[1], "TOP_K": top_k, "DIM": dim,
         }  # fmt: skip
-        row_tiles = min(num_pairs, num_pairs // config.tiles["BR"] + num_experts)
-        items = row_tiles * triton.cdiv(weight.shape[1], config.tiles["BN"])
-        return Launch(GROUPED, (min(items, num_programs),), arguments, config)
+        tile = SCALE_PAIRS.configs[0]
+        grid = num_pairs, triton.cdiv(x.shape[1], tile.tiles["COLUMNS"])
+        chosen.append(Launch(SCALE_PAIRS, grid, scaling, tile))
+        x, per_row = s.scaled, 1
 
+    def grouped(a: Tensor, stack: Stack, target: Tensor, is_first: bool) -> list[Launch]:
+        gated, data = is_first and mixture.has_gate, stack.data
+        values: dict[str, Argument] = {
+            "x": a, "ld_x": a.stride(0), "bias": stack.bias, "out": target, "ld_out": target.stride(0),
+            "order": s.order, "offsets": s.offsets, "K": stack.num_in, "N": target.shape[1],
+            "ACT": mixture.kind if is_first else "", "GATED": gated, "FIRST": is_first, "EXPERTS": num_experts,
+            "BLOCK": triton.next_power_of_2(num_experts), "TOP_K": per_row if is_first else top_k,
+        }  # fmt: skip
+        if isinstance(data, PackedCodes):
+            return [experts_codes.multiply_codes(values, data, num_pairs, num_programs, config)]
+        if not isinstance(data, Tensor):
+            # Rows of the second product, and of weighted inputs, are counted by the experts' last offset.
+            by_row = is_first and not routing.scale_input
+            count = step if by_row else (s.offsets, num_experts, num_pairs)
+            return experts_codes.multiply_8bit(
+                values, data, (s.rounded, s.round_scales), count, num_pairs, num_programs, config
+            )
+        shape = data.view(num_experts, -1, stack.num_in)
+        tile = config or default(shape, num_pairs)
+        values |= {"weight": data, "WHOLE": stack.num_in % tile.tiles["BK"] == 0}
+        items = experts_codes.most_tiles(num_pairs, num_experts, stack.num_out, tile)
+        return [Launch(GROUPED, (min(items, num_programs),), values, tile)]
+
+    combine: dict[str, Argument] = {
+        "y": s.outer, "ld_y": s.outer.stride(0), "weights": None if routing.scale_input else s.weights, "out": out,
+        "ld_out": out.stride(0), "sizes": sizes, "width": hidden, "TOP_K": top_k, "DIM": dim,
+    }  # fmt: skip
     columns = COMBINE.configs[0].tiles["COLUMNS"]
     return [
-        Launch(ROUTE, (num_rows,), route, ROUTE.configs[0]),
-        Launch(GROUP, (num_experts,), group, sort),
-        grouped(x, gate_up, s.inner, True),
-        grouped(s.inner, down, s.outer, False),
+        *chosen,
+        *grouped(x, mixture.gate_up, s.inner, True),
+        *grouped(s.inner, mixture.down, s.outer, False),
         Launch(COMBINE, (num_rows, triton.cdiv(hidden, columns)), combine, COMBINE.configs[0]),
     ]

@@ -9,6 +9,8 @@ of int8 are for `linear_codes`, whose rows keep their 16 bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -30,6 +32,7 @@ from headrace.backends.cuda.kernels.linear import (
     sum_of_spans,
 )
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
+from headrace.quant.base import widened
 
 PIECE = 128
 """Inputs that are summed in the tensor cores, and that share a scale where there are several."""
@@ -37,6 +40,28 @@ PIECE = 128
 MOST = 448.0
 LEAST = 1e-12
 """Rows of zeros have this for their largest number."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EightBits:
+    """Weights [num_out, num_in] as float8_e4m3fn, which rows rounded to the same type are multiplied with.
+
+    scales: float32, one for each output [num_out, 1] or for each 128 inputs [num_out, num_in / 128].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def grouped(self) -> bool:
+        return self.scales.shape[1] > 1
+
+    def dense(self) -> Tensor:
+        return self.codes.float().mul(widened(self.scales, PIECE, self.codes.shape[1]))
 
 
 @triton.jit

@@ -301,6 +301,11 @@ class PackedCodes:
         return 1 if self.eight else max(self.group // WIDEST, 1)
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What must be equal of matrices whose rows are joined."""
+        return self.num_in, self.group, self.book, self.dtype, self.codes.dtype, self.mins is None
+
+    @property
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes + (0 if self.mins is None else self.mins.nbytes)
 
