@@ -36,8 +36,10 @@ LENGTH = 75
 """Positions of the sequence that is looked at: more than a tile of keys."""
 WAYS = ([75], [64, *[1] * 11], [7, 30, 1, 37])
 """Its pieces. In the last it has a neighbour before it and one behind it."""
-TOLERANCES = {"float32": 2e-4, "bfloat16": 0.15}
-"""Of the largest logit: how far it may lie from torch_ref's."""
+TOLERANCES = {"float32": 2e-4, "bfloat16": 0.1}
+"""Of the largest logit: how far those of a position may lie from torch_ref's."""
+OTHER_EXPERTS = {"float32": 0.0, "bfloat16": 0.1}
+"""The share of positions that may lie farther: where a rounding changes the choice of experts."""
 TOY_TYPES = ("llama", "gemma2")
 PER_SEQ = -(-LENGTH // BLOCK)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -170,12 +172,19 @@ def family(device: Device, form: Form) -> Result:
     reference = form.program(TorchRef(device.name, form.dtype))
     expected = logits(reference, tokens[:1], WAYS[0])
     release(reference)
-    far = float(np.abs(whole - expected).max() / np.abs(expected).max())
+    distances = np.abs(whole - expected).max(1) / np.abs(expected).max()
+    far = float(np.quantile(distances, 1 - OTHER_EXPERTS[form.dtype], method="higher"))
     same = float((whole.argmax(1) == expected.argmax(1)).mean())
     faults = [f"other bits: {', '.join(wrong)}"] * bool(wrong)
     if not far <= TOLERANCES[form.dtype]:
         faults.append(f"logits differ from torch_ref's by {far:.3g}")
-    return {"distance": far, "same_best": same, "wrong": len(wrong), "fault": "; ".join(faults)}
+    return {
+        "distance": far,
+        "farthest": float(distances.max()),
+        "same_best": same,
+        "wrong": len(wrong),
+        "fault": "; ".join(faults),
+    }
 
 
 def logits(program: Program, tokens: Sequence[list[int]], way: Sequence[int]) -> F32:

@@ -70,7 +70,8 @@ class RandomWeights:
         self.quantization: Quantization | None = parse(name) if name else None
 
     def has(self, name: str) -> bool:
-        return True
+        # As GGUF files have the rates of states: negative numbers, which a positive one would let grow.
+        return not name.endswith(".rates")
 
     def has_prefix(self, prefix: str) -> bool:
         return True
