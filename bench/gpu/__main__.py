@@ -40,7 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--toy", action="store_true", help="toy size; always so without a GPU")
     parser.add_argument(
-        "--only", default="", help="items whose names contain this, or one of several parts divided by |"
+        "--only", default="", help="items whose names contain one of these parts, divided by |"
     )
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
