@@ -55,6 +55,8 @@ def case(make: Callable[..., Problem], *arguments: Any, **options: Any) -> tuple
 def of_many_rows(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
     """Both sides of tiles of 64 and 128 rows; spans nested and one; ends of K and of the outputs within tiles."""
     if specialised(torch.empty(8, 8, dtype=torch.bfloat16), False):
+        # A matrix smaller than a tile, in each dimension.
+        yield case(linear_ws_problem, 66, 24, 40, torch.bfloat16)
         for num_rows in (5,) if toy else (65, 100, 130, 256, 700, 2048):
             yield case(linear_ws_problem, num_rows, 200, 1808, torch.bfloat16, extras=True)
             yield case(linear_ws_problem, num_rows, 144, 600, torch.bfloat16, is_gated=True)

@@ -86,3 +86,17 @@ def test_a_gpu_finds_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = tuned.matrix_shape(2048, 2048, "bfloat16", False)
     chosen = [tuned.choose(torch.device("cuda"), KERNEL.name, shape, n, CONFIGS, CONFIGS[-1]) for n in (250, 8192)]
     assert [config.name for config in chosen] == ["BR=64 BN=128 BK=64 SWAP=1 APART=1 BAND=1 w4 s4", CONFIGS[-1].name]
+
+
+def test_many_rows_take_the_fastest_measured_of_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "gpu_name", lambda device: "h100-80gb-hbm3")
+    both, shape = [*linear_ws.KERNEL.configs, *CONFIGS], tuned.matrix_shape(4096, 4096, "bfloat16", False)
+    default = linear_ws.KERNEL.configs[1]
+    chosen = [
+        tuned.choose(torch.device("cuda"), linear_ws.KERNEL.name, shape, rows, both, default)
+        for rows in (65, 256, 257, 8192, 8193)
+    ]
+    assert chosen[0].name == "BR=64 BN=128 BK=64 SWAP=1 APART=1 BAND=1 w4 s4"
+    assert [each.tiles["BR"] for each in chosen[1:]] == [64, 128, 128, default.tiles["BR"]]
+    assert [linear_ws.is_config(each) for each in chosen] == [False, True, True, True, True]
+    assert chosen[-1] is default
