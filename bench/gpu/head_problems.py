@@ -86,7 +86,7 @@ def latent_problem(num_rows: int, heads: Heads, kind: str, dtype: torch.dtype, s
 
     rows = tensors["x"][:num_rows].double().view(num_rows, num, heads.head_dim)
     cos, sin = (tensors[name].double()[tensors["positions"].long()][:, None] for name in ("cos", "sin"))
-    before, left, right = rows.split([heads.value_dim, pairs, pairs], -1)
+    before, left, right = torch.split(rows, [heads.value_dim, pairs, pairs], -1)
     turned = torch.cat([before, left * cos - right * sin, right * cos + left * sin], -1)
     if not stores:
         exact = tensors["x"].double()

@@ -185,7 +185,7 @@ def attention(
     query = 2 * normal(length, width, dtype=dtype).to(device.name)
     blocks = torch.arange(num_blocks, dtype=torch.int32, device=device.name)
     kinds = (heads.num_heads, heads.num_kv_heads)
-    more = {"window": window, "sinks": normal(heads.num_heads, seed=11, dtype=dtype).to(device.name) if sinks else None}
+    scores = normal(heads.num_heads, seed=11, dtype=dtype).to(device.name) if sinks else None
     chosen = paged.default_configs(*kinds, size, query.dtype, keys.dtype, device.capability, shared)
 
     def rows_of(first: int, last: int, partials: int) -> Tensor:
@@ -195,7 +195,7 @@ def attention(
         device.run(paged.attention(
             query[first:last], out, cache, blocks, torch.from_numpy(items).to(device.name), sums,
             heads=heads.num_heads, kv_heads=heads.num_kv_heads, scale=heads.head_dim**-0.5,
-            programs=2 * device.num_programs, chosen=chosen, **more,
+            programs=2 * device.num_programs, chosen=chosen, window=window, sinks=scores,
         ))  # fmt: skip
         return out
 

@@ -181,7 +181,7 @@ FORMS = {"plain": {}, "codes": {"quantization": "int4"}}
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "mixtral", "hunyuan_v1_moe", "gemma4_text"])
 def test_memory_is_planned_without_allocating_it(tmp_path: Path, model_type: str, form: str) -> None:
     save_random(models.find(model_type).TINY, tmp_path)
     options = {"dtype": "bfloat16", "max_model_len": 256, "max_num_batched_tokens": 200, **FORMS[form]}

@@ -83,11 +83,13 @@ class CudaOps(CudaRecurrentOps):
         return self._put("select", x.width, LOGITS, x=x, rows=rows)
 
     def rms_norm(self, x: Value, weight: Tensor | None, eps: float, offset: float = 0.0, heads: int = 1) -> Value:
-        fields = {"weight": weight, "eps": eps, "offset": offset, "bias": None, "centred": False, "heads": heads}
+        fields: dict[str, Any] = {"weight": weight, "eps": eps, "offset": offset, "heads": heads}
+        fields |= {"bias": None, "centred": False}
         return self._put("norm", x.width, x.dim, x=x, **fields)
 
     def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Value:
-        fields = {"weight": weight, "eps": eps, "offset": offset, "bias": bias, "centred": True, "heads": 1}
+        fields: dict[str, Any] = {"weight": weight, "eps": eps, "offset": offset, "heads": 1}
+        fields |= {"bias": bias, "centred": True}
         return self._put("norm", x.width, x.dim, x=x, **fields)
 
     def norm_columns(self, x: Value, first: int, num: int, norm: HeadNorm) -> Value:

@@ -24,7 +24,7 @@ from headrace.backends.cuda.cache import LayerCache
 from headrace.backends.cuda.kernels.early import await_inputs
 from headrace.backends.cuda.kernels.rows import opaque
 from headrace.backends.cuda.kernels.spans import ITEM, LARGE, SPAN, Scratch, group_rows, num_pieces, tile_keys
-from headrace.backends.cuda.launch import Arguments, Config, Kernel, Launch
+from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.backends.torch_ref.attention import first_seen
 from headrace.backends.torch_ref.rowwise import elementwise, padded, products, row_sums
 
@@ -476,7 +476,7 @@ def attention(
     size, wide = max(head_dim, value_dim), is_wide(query.dtype, cache.keys.dtype)
     # The values of a shared key are its first part.
     first = value_dim if cache.shares_key else min(head_dim, MOST_WIDTH)
-    arguments = {
+    arguments: dict[str, Argument] = {
         "query": query, "ld_query": query.stride(0), "out": out, "ld_out": out.stride(0), "keys": cache.keys,
         "values": cache.values, "key_scales": cache.key_scales, "value_scales": cache.value_scales, "sinks": sinks,
         "blocks": blocks, "items": items, "sums": scratch.sums, "totals": scratch.totals, "arrived": scratch.arrived,
