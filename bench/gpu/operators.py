@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu import shapes, tune, yardsticks
+from bench.gpu import mixtures, shapes, tune, yardsticks
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Call, Device
 from bench.gpu.problems import sizes
@@ -134,6 +134,9 @@ class Operators:
                 yield Operator(f"norm {model} x{rows}", functools.partial(self.norm, rows, config["hidden_size"]))
                 yield Operator(f"rope_store {model} x{rows}", functools.partial(self.rope_store, rows, heads))
         yield Operator("experts", self.experts)
+        for name, mixture in mixtures.layers(toy).items():
+            for rows in (3,) if toy else mixtures.ROWS:
+                yield Operator(f"experts {name} x{rows}", functools.partial(self.mixture, mixture, rows))
 
     def set_count(self, num_bytes: int, most: int) -> int:
         return min(self.device.copies(num_bytes), most)
@@ -240,6 +243,11 @@ class Operators:
             [list(launches)], 2 * (gate_up.numel() + down.numel() + 2 * x.numel()), 6 * pairs * hidden * inner,
             lambda: yardsticks.grouped(device, pairs, gate_up, down),
         )  # fmt: skip
+
+    def mixture(self, layer: mixtures.Layer, rows: int, most: int) -> Work:
+        """One layer's experts in codes: the floor is the reading of those that rows chose."""
+        work = mixtures.mixture_work(layer, rows, self.device, most)
+        return Work(work.sets, work.num_bytes, work.flops, config=work.config)
 
     def priced(self, model: str) -> dict[str, str]:
         """The items that the price of the law is taken of, with what each is part of."""

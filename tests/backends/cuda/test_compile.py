@@ -18,7 +18,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.backends.cuda import test_attention, test_experts, test_linear, test_linear_8bit, test_linear_codes
+from tests.backends.cuda import (
+    test_attention,
+    test_expert_forms,
+    test_experts,
+    test_linear,
+    test_linear_8bit,
+    test_linear_codes,
+)
 from tests.backends.cuda.test_linear import meta
 from tests.support.cubin import CAPABILITIES, compiled, faults
 
@@ -28,7 +35,9 @@ from headrace.backends.cuda.launch import Launch
 from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
-FILES = "attention best choose experts linear linear_8bit linear_codes norm rope_store rows".split()
+FILES = (
+    "attention best choose expert_forms experts linear linear_8bit linear_codes norm rope_store routing rows".split()
+)
 HEAVY = ("attention", "linear", "linear_codes")
 LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
 """Kernels of which the types of the tensors are left to the slow test."""
@@ -58,6 +67,8 @@ def defaults(file: str, capability: int) -> list[Launch]:
             each for rows in (16, 128, 256, 2048) for each in test_experts.launches_of(4096, 14336, 8, 2, num_rows=rows)
         ]
         return [*few, *test_experts.launches_of(64, 128, 4, 2, torch.float32)]
+    if file == "expert_forms":
+        return test_expert_forms.usual()
     if file == "linear":
         launches = [test_linear.launch_of(n, k, None, rows, gated) for rows in ROWS for n, k, gated in SHAPES]
         return [*launches, test_linear.launch_of(1536, 576, None, 1, True, torch.float32)]
