@@ -79,7 +79,7 @@ def mixture_work(layer: Layer, num_rows: int, device: Device, most: int) -> Mixt
     sets, chosen = [], []
     for _ in range(max(min(most, 16), 1)):
         logits, out = device.random(num_rows, layer.num), torch.full_like(x, torch.nan)
-        chosen.append(len(logits.topk(layer.top_k, -1).indices.unique()))
+        chosen.append(len(set(logits.topk(layer.top_k, -1).indices.flatten().tolist())))
         sets.append(experts.experts(
             x, logits, mixture, out, scratch, counts, 0, num_rows, num_programs=device.num_programs
         ))  # fmt: skip
