@@ -39,9 +39,7 @@ def main() -> None:
         "--minutes", type=minutes, default=MINUTES, help="for all stages together; what finds no time is left out"
     )
     parser.add_argument("--toy", action="store_true", help="toy size; always so without a GPU")
-    parser.add_argument(
-        "--only", default="", help="items whose names contain one of these parts, divided by |"
-    )
+    parser.add_argument("--only", default="", help="items whose names contain one of these parts, divided by |")
     parser.add_argument("--inside", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := [stage for stage in args.stages if stage not in STAGES]:

@@ -1,113 +1,88 @@
-"""Mixtures of experts of real shape, whole, through the engine: steps of 1 and of 64 sequences beside the floor.
-
-A floor counts the bytes that a step must read: of the dense weights, of the experts that its tokens choose in the mean
-of even choices, and of the cache as far as each layer sees it.
-"""
+"""One layer's experts in codes, at the shapes of two models: the launches of a step, and the bytes that it reads."""
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
-from bench.gpu import serving
-from bench.gpu.families import SHAPES
-from bench.gpu.operators import Item
-from bench.gpu.weights import BLOCK, make_program
-from headrace import models
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bench.gpu.speed import Bench
-
-Result = dict[str, Any]
-
-BATCHES = (1, 64)
-CONTEXT = 2048
+from bench.gpu.device import Device
+from bench.gpu.problems import sizes
+from bench.gpu.weights import random_codes
+from headrace.backends.base import Activation, Routing
+from headrace.backends.cuda.kernels import experts, linear_codes
+from headrace.backends.cuda.kernels.experts import Mixture, Stack
+from headrace.backends.cuda.kernels.linear_codes import PackedCodes
+from headrace.backends.cuda.launch import Launch
+from headrace.quant.schemes import BOOKS, Scheme
 
 
-class Mixture(NamedTuple):
-    """quantization: as `weights.RandomWeights` takes it. expert_bits, dense_bits: of a weight, with its scales."""
+class Layer(NamedTuple):
+    """A model's mixture: widths, experts, experts of a row, the activation and the scheme."""
 
-    model: str
-    quantization: str
-    expert_bits: float
-    dense_bits: float
-    changes: dict[str, Any]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        shape = SHAPES[self.model]
-        tiny: dict[str, Any] = models.find(shape["model_type"]).TINY
-        return tiny | shape | self.changes
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.quantization.split()[0]}"
+    hidden: int
+    inner: int
+    num: int
+    top_k: int
+    kind: Activation
+    scheme: Scheme
 
 
-MIXTURES = (
-    Mixture(
-        "gpt-oss-20b", "mxfp4 experts", 4.25, 16,
-        {"num_hidden_layers": 24, "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
-         "vocab_size": 201088, "max_position_embeddings": 131072},
-    ),
-    Mixture(
-        "Qwen3-30B-A3B", "int4", 4.25, 4.25,
-        {"num_hidden_layers": 48, "vocab_size": 151936, "max_position_embeddings": 40960},
-    ),
-)  # fmt: skip
-TOY = Mixture("Qwen3-30B-A3B", "int4", 4.25, 4.25, models.find("qwen3_moe").TINY | {"hidden_size": 64, "head_dim": 32})
+LAYERS = {
+    "gpt-oss-20b mxfp4": Layer(2880, 2880, 32, 4, "clamped_swiglu", Scheme("i4", 32, book="e2m1")),
+    "Qwen3-30B-A3B int4": Layer(2048, 768, 128, 8, "silu", Scheme("i4", 64)),
+}
+TOY = {"toy mxfp4": Layer(64, 48, 6, 2, "clamped_swiglu", Scheme("i4", 32, book="e2m1"))}
+ROWS = (1, 64, 2048)
 
 
-def items(bench: Bench) -> Iterator[Item]:
-    """For each mixture the batches that its goals are judged by."""
-    for mixture in (TOY,) if bench.device.toy else MIXTURES:
-        yield f"compile {mixture.name}", functools.partial(compile_program, bench, mixture)
-        for batch in BATCHES[: 1 if bench.device.toy else None]:
-            yield f"engine {mixture.name} x{batch}", functools.partial(engine, bench, mixture, batch)
-    yield "release mixtures", bench.release
+class MixtureWork(NamedTuple):
+    """sets: launches over the same weights, whose rows choose other experts. num_bytes, flops: of one set, of the
+    experts that are chosen."""
+
+    sets: list[list[Launch]]
+    num_bytes: float
+    flops: float
+    config: str
 
 
-def compile_program(bench: Bench, mixture: Mixture) -> Result:
-    context, most = (40, 1) if bench.device.toy else (CONTEXT, max(BATCHES))
-    positions = most * (context + BLOCK)
-
-    def make() -> tuple[Any, Any]:
-        return make_program(
-            mixture.config, bench.device.name, mixture.quantization, context, most, context + 8, positions
-        )
-
-    return bench.compile_with((mixture.name, mixture.quantization), make)
+def layers(toy: bool) -> dict[str, Layer]:
+    return TOY if toy else LAYERS
 
 
-def engine(bench: Bench, mixture: Mixture, batch: int) -> Result:
-    if bench.program is None or bench.key != (mixture.name, mixture.quantization):
-        compile_program(bench, mixture)
-    if bench.program is None:
-        raise RuntimeError("there is no program")
-    context = 40 if bench.device.toy else CONTEXT
-    result = serving.decode(bench.device, bench.program, batch, context)
-    floor = bench.operators.floor(num_bytes(mixture, batch, result["positions"] / batch), 0)
-    result |= {"floor": floor, "share": floor / result["seconds_of_step"]}
-    if "seconds_of_gpu" in result:
-        result["share_of_gpu"] = floor / result["seconds_of_gpu"]
-    return result
+def stack(layer: Layer, num_out: int, num_in: int, device: Device) -> tuple[Stack, int]:
+    """Return random codes of all experts, and the bytes of one. They are packed expert by expert."""
+    parts: list[PackedCodes] = []
+    for _ in range(layer.num):
+        weight = random_codes(num_out, num_in, layer.scheme, device.name)
+        if layer.scheme.book:
+            book = torch.tensor(BOOKS[layer.scheme.book], dtype=torch.float32, device=device.name)
+            scales = weight.scales / 4 if isinstance(weight.scales, Tensor) else None
+            weight = replace(weight, zeros=None, codebook=book, scales=scales)
+        parts.append(linear_codes.pack(weight, layer.scheme, torch.bfloat16))
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts], 1)
+    whole = replace(parts[0], codes=codes, scales=scales)
+    return Stack(whole, layer.num), whole.num_bytes // layer.num
 
 
-def num_bytes(mixture: Mixture, batch: int, context: float) -> float:
-    """Return the bytes that a step of `batch` sequences must read."""
-    c = mixture.config
-    hidden, head_dim = c["hidden_size"], c["head_dim"]
-    num = c.get("num_local_experts") or c["num_experts"]
-    inner = c["intermediate_size"] if "num_local_experts" in c else c["moe_intermediate_size"]
-    chosen = num * (1 - (1 - c["num_experts_per_tok"] / num) ** batch)
-    heads = 2 * c["num_attention_heads"] + 2 * c["num_key_value_heads"]
-    layers = c["num_hidden_layers"]
-    sees = [min(context, c["sliding_window"]) if kind == "sliding_attention" else context
-            for kind in c.get("layer_types", ["full_attention"] * layers)]  # fmt: skip
-    cache = 4 * c["num_key_value_heads"] * head_dim * batch * sum(sees)
-    dense = layers * heads * head_dim * hidden + c["vocab_size"] * hidden
-    experts = layers * chosen * 3 * hidden * inner
-    routers = layers * num * hidden * 2
-    return float((experts * mixture.expert_bits + dense * mixture.dense_bits) / 8 + routers + cache)
+def mixture_work(layer: Layer, num_rows: int, device: Device, most: int) -> MixtureWork:
+    """A step of `num_rows` rows, whose router's logits are random."""
+    (gate_up, first_bytes), (down, second_bytes) = (
+        stack(layer, num_out, num_in, device)
+        for num_out, num_in in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
+    )
+    mixture = Mixture(Routing(layer.top_k), gate_up, down, layer.kind)
+    scratch = experts.make_scratch(num_rows, mixture, torch.bfloat16)
+    counts, x = sizes(num_rows).to(device.name), device.random(num_rows, layer.hidden)
+    sets, chosen = [], []
+    for _ in range(max(min(most, 16), 1)):
+        logits, out = device.random(num_rows, layer.num), torch.full_like(x, torch.nan)
+        chosen.append(len(set(logits.topk(layer.top_k, -1).indices.flatten().tolist())))
+        sets.append(experts.experts(
+            x, logits, mixture, out, scratch, counts, 0, num_rows, num_programs=device.num_programs
+        ))  # fmt: skip
+    num_bytes = sum(chosen) / len(chosen) * (first_bytes + second_bytes) + 4 * x.numel()
+    config = next(launch.config.name for launch in sets[0] if launch.kernel.name == "_grouped_codes")
+    return MixtureWork(sets, num_bytes, 6 * num_rows * layer.top_k * layer.hidden * layer.inner, config)

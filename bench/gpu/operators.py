@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu import shapes, tune, yardsticks
+from bench.gpu import mixtures, shapes, tune, yardsticks
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Call, Device
 from bench.gpu.problems import sizes
@@ -140,6 +140,9 @@ class Operators:
         for op in OPS:
             for lens in ([1] * 3, [9]) if toy else ([1] * 64, [2048]):
                 yield Operator(f"{op} {len(lens)} chunks of {lens[0]}", functools.partial(self.state, op, lens))
+        for name, mixture in mixtures.layers(toy).items():
+            for rows in (3,) if toy else mixtures.ROWS:
+                yield Operator(f"experts {name} x{rows}", functools.partial(self.mixture, mixture, rows))
 
     def set_count(self, num_bytes: int, most: int) -> int:
         return min(self.device.copies(num_bytes), most)
@@ -258,6 +261,11 @@ class Operators:
         tensors |= step_of(lens, range(num), {end - 1: num + i for i, end in enumerate(ends)})
         here = {name: tensor.to(device.name) for name, tensor in tensors.items()}
         return Work([launches_of(op, here, heads, num)], num_bytes, 0)
+
+    def mixture(self, layer: mixtures.Layer, rows: int, most: int) -> Work:
+        """One layer's experts in codes: the floor is the reading of those that rows chose."""
+        work = mixtures.mixture_work(layer, rows, self.device, most)
+        return Work(work.sets, work.num_bytes, work.flops, config=work.config)
 
     def priced(self, model: str) -> dict[str, str]:
         """The items that the price of the law is taken of, with what each is part of."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu import mixtures, peers, serving, shapes, tune
+from bench.gpu import mixture_engine, peers, serving, shapes, tune
 from bench.gpu.compiling import compile_all
 from bench.gpu.device import Device, ceilings, elapsed
 from bench.gpu.operators import Item, Operators
@@ -82,7 +82,7 @@ class Bench:
         yield from self.operators.priced_items(main)
         batch = self.job_size.batch
         yield f"start {main} bf16", functools.partial(self.start, main)
-        yield from mixtures.items(self)
+        yield from mixture_engine.items(self)
         for loop in peers.LOOPS:
             yield f"transformers {loop} {small} x{batch}", functools.partial(self.transformers, small, loop)
         yield f"transformers {small} x{batch}", functools.partial(self.beside_transformers, small)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from tests.backends.cuda import (
     test_attention,
+    test_expert_forms,
     test_experts,
     test_linear,
     test_linear_8bit,
@@ -36,7 +37,8 @@ from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
 FILES = (
-    "attention best by_head choose experts linear linear_8bit linear_codes linear_ws norm recur rope_store rows xielu"
+    "attention best by_head choose expert_forms experts linear linear_8bit linear_codes linear_ws norm recur rope_store "
+    "routing rows xielu"
 ).split()
 HEAVY = ("attention", "linear", "linear_codes")
 LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
@@ -67,6 +69,8 @@ def defaults(file: str, capability: int) -> list[Launch]:
             each for rows in (16, 128, 256, 2048) for each in test_experts.launches_of(4096, 14336, 8, 2, num_rows=rows)
         ]
         return [*few, *test_experts.launches_of(64, 128, 4, 2, torch.float32)]
+    if file == "expert_forms":
+        return test_expert_forms.usual()
     if file == "linear":
         launches = [test_linear.launch_of(n, k, None, rows, gated) for rows in ROWS for n, k, gated in SHAPES]
         return [*launches, test_linear.launch_of(1536, 576, None, 1, True, torch.float32)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -14,7 +15,7 @@ from headrace.backends.base import Activation, ExpertLayer, Routing
 from headrace.backends.cuda.kernels import experts_codes
 from headrace.backends.cuda.kernels.experts import Mixture, Scratch, Stack, experts, make_scratch
 from headrace.backends.cuda.kernels.linear_8bit import EightBits
-from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack
+from headrace.backends.cuda.kernels.linear_codes import PackedCodes, pack, suits
 from headrace.backends.cuda.launch import Config, Launch
 from headrace.backends.torch_ref.ops import RefMatrix, RefOps
 from headrace.backends.torch_ref.rowwise import padded
@@ -35,6 +36,70 @@ SCHEMES = (
     Scheme("i8"),
     Scheme("i8", 64),
 )
+
+
+LAYERS = {"gpt-oss-20b": (2880, 2880, 32, 4), "Qwen3-30B-A3B": (2048, 768, 128, 8)}
+"""Hidden and inner width, experts, and experts of a row."""
+
+
+def stacks_of(scheme: Scheme, layer: str) -> tuple[Stack, Stack]:
+    """Experts of a layer without memory, in a scheme."""
+    hidden, inner, num, _ = LAYERS[layer]
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def stack(num_out: int, num_in: int) -> Stack:
+        outs = num * num_out
+        if scheme.kind == "f8":
+            pieces = -(-num_in // 128) if scheme.group else 1
+            eight = empty(outs, num_in, dtype=torch.float8_e4m3fn), empty(outs, pieces, dtype=torch.float32)
+            return Stack(EightBits(*eight), num)
+        one = pack(quantised(scheme, 16, num_in), scheme, torch.bfloat16)
+        parts = {name: getattr(one, name) for name in ("scales", "mins")}
+        wide = {
+            name: part if part is None else empty(len(part), outs, dtype=part.dtype) for name, part in parts.items()
+        }
+        codes = empty(outs, one.codes.shape[1], dtype=one.codes.dtype)
+        return Stack(dataclasses.replace(one, codes=codes, **wide), num, empty(outs, dtype=torch.float32))
+
+    return stack(2 * inner, hidden), stack(hidden, inner)
+
+
+def launches_of(scheme: Scheme, layer: str, num_rows: int, config: Config | None = None) -> list[Launch]:
+    """The products of a layer for a bucket of rows."""
+    hidden, _, num, top_k = LAYERS[layer]
+    kind: Activation = "clamped_swiglu" if layer.startswith("gpt") else "silu"
+    mixture = Mixture(Routing(top_k), *stacks_of(scheme, layer), kind)
+    x, logits = (torch.empty(num_rows, width, dtype=torch.bfloat16, device="meta") for width in (hidden, num))
+    scratch, counts = make_scratch(num_rows, mixture, torch.bfloat16), torch.empty(4, dtype=torch.int32, device="meta")
+    listed = experts(x, logits, mixture, x, scratch, counts, 0, num_rows, num_programs=132, config=config)
+    return [each for each in listed if each.kernel in (experts_codes.GROUPED_CODES, experts_codes.GROUPED_8BIT)]
+
+
+def usual() -> list[Launch]:
+    """The launches that are taken for few and for many rows of the two layers."""
+    return [
+        launch
+        for scheme, layer in ((Scheme("i4", 32, book="e2m1"), "gpt-oss-20b"), (Scheme("i4", 64), "Qwen3-30B-A3B"))
+        for num_rows in (1, 2048)
+        for launch in launches_of(scheme, layer, num_rows)
+    ]
+
+
+def launches() -> list[Launch]:
+    """Every scheme in every configuration that suits it."""
+    fp8 = [Scheme("f8", group, dtype="float8_e4m3fn") for group in (0, 128)]
+    listed = []
+    for scheme in (*SCHEMES, *fp8):
+        kernel = experts_codes.GROUPED_8BIT if scheme.kind == "f8" else experts_codes.GROUPED_CODES
+        for config in kernel.configs:
+            for launch in launches_of(scheme, "Qwen3-30B-A3B", 64, config):
+                gated = bool(launch.arguments["GATED"])
+                small = None if scheme.kind == "f8" else pack(quantised(scheme, 16, 64), scheme, torch.bfloat16)
+                if experts_codes.suits_8bit(config, gated) if small is None else suits(config, small, gated):
+                    listed.append(launch)
+    return listed
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -168,13 +233,8 @@ def test_fp8_rounds_rows_and_is_near_the_reference(grouped: bool, scales_input: 
 
 
 def test_a_row_alone_launches_no_more_programs_than_its_experts_have_tiles() -> None:
-    """gpt-oss-20b's layer, one row: 4 of 32 experts; Qwen3-30B-A3B's: 8 of 128."""
-    for num_experts, top_k, hidden, inner, scheme in (
-        (32, 4, 2880, 2880, Scheme("i4", 32, book="e2m1")),
-        (128, 8, 2048, 768, Scheme("i4", 64)),
-    ):
-        small = [pack(quantised(scheme, 16, width), scheme, torch.bfloat16) for width in (hidden, inner)]
-        for weight, num_out, gated in ((small[0], 2 * inner, True), (small[1], hidden, False)):
-            config = experts_codes.default_codes(weight, num_experts, top_k, gated)
-            tiles = experts_codes.most_tiles(top_k, num_experts, num_out, config)
-            assert tiles == top_k * -(-num_out // config.tiles["BN"])
+    for scheme, layer in ((Scheme("i4", 32, book="e2m1"), "gpt-oss-20b"), (Scheme("i4", 64), "Qwen3-30B-A3B")):
+        for launch in launches_of(scheme, layer, 1):
+            config, num_out = launch.config, int(str(launch.arguments["N"])) * (1 + bool(launch.arguments["GATED"]))
+            tiles = LAYERS[layer][3] * -(-num_out // config.tiles["BN"])
+            assert launch.grid == (min(tiles, 132 * (16 // config.num_warps)),)

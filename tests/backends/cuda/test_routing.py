@@ -17,6 +17,22 @@ from headrace.backends.torch_ref.ops import RefOps
 ROWS = 6
 
 
+def launches() -> list[Launch]:
+    """The choice of a bucket of 64 rows by each rule."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    listed = []
+    for num, routing in CASES:
+        weights, ids = empty(64, routing.top_k, dtype=torch.float32), empty(64, routing.top_k, dtype=torch.int32)
+        parts = {name: empty(num) for name in ("bias", "factors") if getattr(routing, name) is not None}
+        listed.append(
+            route(empty(64, num), routing._replace(**parts), weights, ids, empty(4, dtype=torch.int32), 0, 64)
+        )
+    return listed
+
+
 def numbers(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

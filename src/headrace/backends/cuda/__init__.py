@@ -110,6 +110,8 @@ class Cuda:
         """On a GPU: its share of the memory, less the memory in use and the program's needs. Nothing is run."""
         if self.ops.device.type != "cuda":
             return part_of_memory(self.available_memory())
+        # The pieces that joined experts came in are free, but torch keeps them.
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.ops.device)
         max_rows = min(MAX_ROWS, max_num_batched_tokens)
         planned = planned_bytes(model, self.ops, max_rows, min(max_num_seqs, max_rows), max_model_len)

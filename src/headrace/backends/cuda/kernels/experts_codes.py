@@ -158,12 +158,6 @@ GROUPED_8BIT = Kernel(
 )
 
 
-def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
-    """Whether a tile, or each half of a gated one, has the 64 outputs of an instruction of sm_90, and its sums fit the
-    registers."""
-    return linear_codes.suits(config, weight, gated)
-
-
 def suits_8bit(config: Config, gated: bool) -> bool:
     """Whether the first operand has the 64 rows of the instructions of sm_90 (`linear_8bit.suits`)."""
     tiles = config.tiles
@@ -174,7 +168,7 @@ def default_codes(weight: PackedCodes, num_experts: int, num_pairs: int, gated: 
     """The configuration where none was measured, for the mean number of rows of an expert."""
     rows = min(num_pairs / num_experts, 64)
     columns = 128 if rows <= 32 and (weight.step < WIDEST or weight.mins is not None) else 64
-    suited = [c for c in GROUPED_CODES.configs if c.tiles["BR"] >= rows and suits(c, weight, gated)]
+    suited = [c for c in GROUPED_CODES.configs if c.tiles["BR"] >= rows and linear_codes.suits(c, weight, gated)]
     return next(config for config in suited if config.tiles["BN"] >= columns)
 
 
