@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.gpu.cache_problems import attention_problem, rope_problem
+from bench.gpu.drawing import carry_problem, report_problem
 from bench.gpu.problems import (
     HALVES,
     ROWS,
@@ -87,3 +88,6 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
     if not toy:
         yield case(experts_problem, 200, 32, 4, 512, 384)
     yield case(best_problem, 5, 1000 if toy else 128256)
+    for num_rows in (5, 300):
+        yield case(carry_problem, num_rows)
+        yield case(report_problem, num_rows)
