@@ -11,6 +11,7 @@ import torch
 from bench.gpu import expert_problems
 from bench.gpu.cache_problems import attention_problem, rope_problem
 from bench.gpu.head_problems import by_head_problem, latent_problem, pieces_problem, xielu_problem
+from bench.gpu.drawing import carry_problem, report_problem
 from bench.gpu.problems import (
     HALVES,
     ROWS,
@@ -130,6 +131,9 @@ def problems(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:
         for num_rows in (few,) if toy else (few, many):
             yield case(expert_problems.expert_8bit_problem, num_rows, grouped, *widths)
     yield case(best_problem, 5, 1000 if toy else 128256)
+    for num_rows in (5, 300):
+        yield case(carry_problem, num_rows)
+        yield case(report_problem, num_rows)
 
 
 def of_heads(toy: bool) -> Iterator[tuple[str, Callable[[], Problem]]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.gpu.cache_problems import cache_of, make_cache
 from bench.gpu.compiling import Recipe, Recorder
 from bench.gpu.device import Device
+from bench.gpu.drawing import drawing
 from bench.gpu.problems import normal, scratch, sizes
 from bench.gpu.state_problems import state_probes
 from bench.gpu.weights import random_codes
@@ -21,9 +22,8 @@ from headrace.backends.base import Heads
 from headrace.backends.cuda import trust
 from headrace.backends.cuda.cache import STORED
 from headrace.backends.cuda.kernels import attention as paged
-from headrace.backends.cuda.kernels import choose, linear, linear_codes, linear_ws, spans
+from headrace.backends.cuda.kernels import linear, linear_codes, linear_ws, spans
 from headrace.backends.cuda.launch import Config
-from headrace.backends.step import Draw
 from headrace.quant.schemes import Scheme
 
 BOTH_INSTRUCTIONS = {
@@ -258,44 +258,3 @@ def to_float32(x: np.ndarray[Any, Any], cut: bool) -> np.ndarray[Any, Any]:
     beyond = np.abs(near.astype(np.float64)) > np.abs(x)
     smaller: np.ndarray[Any, Any] = np.where(beyond, np.nextafter(near, np.float32(0)), near)
     return smaller
-
-
-def drawing(device: Device) -> Result:
-    """Rows drawn by `choose` against the sampler's functions (its twin), for all kinds of cuts."""
-    num_rows, width = (6, 300) if device.toy else (256, 128256)
-    logits = 3 * normal(num_rows, width)
-    rng = np.random.default_rng(0)
-    draws = []
-    for i in range(num_rows):
-        allowed = rng.integers(0, 2**32, -(-width // 32), dtype=np.uint32)
-        draws.append(Draw(
-            temperature=(0.0, 0.7, 1.0, 1.3)[i % 4], floor=(-np.inf, -4.0)[i % 5 == 3],
-            top_k=(0, 50, 1, 1000)[i // 4 % 4],
-            top_p=(1.0, 0.9, 0.3)[i % 3], seed=i * 2**33 + 7, position=i, mask=allowed if i % 7 == 6 else None,
-        ))  # fmt: skip
-    reals = torch.zeros(num_rows, 3, dtype=torch.float64)
-    wholes, masks = (
-        torch.zeros(num_rows, 4, dtype=torch.int64),
-        torch.zeros(num_rows, -(-width // 32), dtype=torch.int32),
-    )
-    choose.pack(list(range(num_rows)), draws, reals.numpy(), wholes.numpy(), masks.numpy())
-
-    def drawn(name: str) -> tuple[Tensor, Tensor]:
-        x, *packed = (tensor.to(name, copy=True) for tensor in (logits, reals, wholes, masks))
-        ids = torch.full((num_rows,), -7, dtype=torch.int32, device=name)
-        margins = torch.zeros(num_rows, dtype=torch.float64, device=name)
-        space = torch.zeros(num_rows, 256, dtype=torch.int64, device=name)
-        launch = choose.choose(x, choose.Packed(*packed), space, ids, margins, sizes(num_rows).to(name), 0)
-        if name == "cpu":
-            launch.run_twin()
-        else:
-            device.run([launch])
-        return ids.cpu(), margins.cpu()
-
-    ids, margins = drawn(device.name)
-    expected, _ = drawn("cpu")
-    close = margins <= choose.MARGIN
-    wrong = int(((ids != expected) & ~close).sum())
-    return {
-        "rows": num_rows, "too_close": int(close.sum()), "wrong": wrong, "fault": f"{wrong} other tokens" * bool(wrong)
-    }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -96,7 +97,7 @@ def decode(device: Device, program: CudaProgram, batch: int, context: int) -> di
     result["positions"] = positions + batch * (num_steps - 1) / 2
     if device.is_gpu:
         graph = program.whole._graphs[program.whole.bucket(batch)]
-        busy = elapsed(graph.replay, 3) + elapsed(program._drawing.run, 3)
+        busy = elapsed(graph.replay, 3) + elapsed(functools.partial(program._drawing.run, batch), 3)
         result |= {"seconds_of_gpu": busy, "idle": max(1 - busy / seconds, 0.0)}
     return result
 

@@ -77,8 +77,8 @@ class Bench:
             if (model, quantization) == (small, ""):
                 yield f"job {model} bf16", functools.partial(self.job, model, quantization)
         yield "release memory", self.release
-        num_rows, width = (4, 300) if toy else (256, 128256)
-        yield f"draw {num_rows} x {width}", functools.partial(self.operators.draw, num_rows, width)
+        for num_rows, width in ((4, 300), (1, 300)) if toy else ((256, 128256), (1, 128256)):
+            yield f"draw {num_rows} x {width}", functools.partial(self.operators.draw, num_rows, width)
         yield from self.operators.priced_items(main)
         batch = self.job_size.batch
         yield f"start {main} bf16", functools.partial(self.start, main)

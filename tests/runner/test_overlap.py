@@ -137,17 +137,19 @@ def test_a_token_that_the_device_can_not_tell_is_drawn_by_the_host(
     """The step after it has begun at the device's guess: its row counts if that is the token, or is computed again."""
     requests = make_requests(16, seed=2)
     alone, _ = run(make_core(async_scheduling=False, **CUDA), requests)
-    choices, num_unsure = Drawing.choices, 0
+    report, num_unsure = Drawing.report, 0
 
-    def unsure(self: Drawing, best: Any) -> Any:
+    def unsure(self: Drawing, num_rows: int, num_logits: int) -> Any:
         nonlocal num_unsure
-        ids, is_sure = choices(self, best)
+        outcome = report(self, num_rows, num_logits)
         num_unsure += 1
-        if num_unsure % 3:
-            return ids, is_sure
-        return (ids if is_right else (ids + 1) % 100), is_sure & False
+        if num_unsure % 3 == 0:
+            if not is_right:
+                outcome[:num_logits] = (outcome[:num_logits] + 1) % 100
+            outcome[2 * num_logits : 3 * num_logits] = 0
+        return outcome
 
-    monkeypatch.setattr(Drawing, "choices", unsure)
+    monkeypatch.setattr(Drawing, "report", unsure)
     result, num_ahead = run(make_core(**CUDA), requests)
     assert num_unsure > 10
     assert num_ahead > 10

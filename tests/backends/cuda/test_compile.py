@@ -37,11 +37,11 @@ from headrace.backends.cuda.program import MAX_ROWS, bucket_sizes
 from headrace.quant.schemes import Scheme
 
 FILES = (
-    "attention best by_head choose expert_forms experts linear linear_8bit linear_codes linear_ws norm recur rope_store "
-    "routing rows xielu"
+    "attention best by_head carry choose expert_forms experts linear linear_8bit linear_codes linear_ws norm recur "
+    "rope_store routing rows xielu"
 ).split()
 HEAVY = ("attention", "linear", "linear_codes")
-LARGE = ("_attention", "_choose", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
+LARGE = ("_attention", "_survey", "_settle", "_linear", "_linear_codes", "_linear_8bit", "_grouped")
 """Kernels of which the types of the tensors are left to the slow test."""
 ROWS = (1, 17, 33, 65)
 """One number of rows for each tile."""

@@ -62,7 +62,7 @@ class DeviceLogits:
     on_host: bool = False
 
     def draw(self, indices: list[int], draws: list[Draw]) -> list[int]:
-        return self.drawing.draw(indices, draws)
+        return self.drawing.draw(indices, draws, len(self.rows))
 
     def fetch(self, indices: list[int] | None = None) -> F32:
         rows = self.rows if indices is None else self.rows[indices]
@@ -72,12 +72,12 @@ class DeviceLogits:
 
 @dataclass(frozen=True, slots=True)
 class StartedCall:
-    """A call that `start` began: the first rows of its chunks, a mask of finite rows, and ids, finite and sure of the
-    logits' rows, and the logits for the host, in host memory once the work before `end` is done."""
+    """A call that `start` began: the first rows of its chunks, the number of its rows of logits, what `Drawing.report`
+    says of them, and the logits for the host, in host memory once the work before `end` is done."""
 
     begins: list[int]
-    finite_rows: Tensor
-    drawn_rows: Tensor
+    num_logits: int
+    outcome: Tensor
     logits: Tensor | None
     end: Mark
 
@@ -133,7 +133,9 @@ class CudaProgram:
         self._tile_rows = tile_rows(graph, ops.dtype, ops.device)
         self._sees_all = any(node.op == "attention" and node.fields["scoring"].ahead for node in graph.nodes)
         self.tape = self._make_tape(graph, outside, ops)
-        self._drawing = Drawing(self._logits[:, : self.vocab_size], self._step.sizes)
+        best = self._best[0], self._best[1], self._best_values
+        rows, buckets = self._logits[:, : self.vocab_size], bucket_sizes(max_chunks)
+        self._drawing = Drawing(rows, self._step.sizes, best, self._finite_rows, buckets)
         self.whole = self._replay(self._bind_whole, max_rows)
         self._body = self._replay(self._bind_body, max_rows)
         self.head = self._replay(self._bind_head, max_chunks)
@@ -141,6 +143,7 @@ class CudaProgram:
         self._final = self._record_final(ops)
         ops.begin()
         self.whole.prepare()
+        self._drawing.replay.prepare()
 
     def _stage(self, most: StepSizes, max_len: int, features: Value | None) -> StepRows:
         """Make the step's inputs; return their images on the device."""
@@ -157,8 +160,6 @@ class CudaProgram:
         image = make_step_rows(lambda _: next(device), *shape, features)
         self._token_ids: Tensor = image.token_ids
         self._arrival = Mark(self._device)
-        # The tokens that `start` drew last.
-        self._last_ids = torch.zeros(self.max_logits, dtype=torch.int32, device=self._device)
         return image
 
     def _make_tape(self, graph: Graph, outside: dict[Buffer, Tensor], ops: CudaOps | CudaRankOps) -> Tape:
@@ -173,13 +174,15 @@ class CudaProgram:
     def num_bytes(self) -> int:
         """Of all memory outside of weights and cache, once the largest bucket is bound."""
         self.whole.launches(self.max_rows)
-        return self.tape.num_bytes + self._logits.nbytes + self._features.nbytes + self._staging.num_bytes
+        inputs = self._features.nbytes + self._staging.num_bytes
+        return self.tape.num_bytes + self._logits.nbytes + self._drawing.num_bytes + inputs
 
     def _most(self, size: int) -> dict[int, int]:
         return {ROWS: size, SEQS: min(size, self.max_logits), LOGITS: min(size, self.max_logits)}
 
     def _bind_whole(self, size: int) -> list[Work]:
-        return self.tape.bind(0, len(self.tape.nodes), self._most(size))
+        carry = self._drawing.carry(self._carry_image, self._token_ids, size)
+        return [carry, *self.tape.bind(0, len(self.tape.nodes), self._most(size))]
 
     def _bind_body(self, size: int) -> list[Work]:
         return self.tape.bind(0, self._num_forward, self._most(size))
@@ -226,28 +229,21 @@ class CudaProgram:
         # The host's data for the last call have arrived once that began.
         self._arrival.wait()
         num_rows, num_logits = self._fill(chunks), len(rows)
-        self._carry[:num_rows] = -1
         self._carry[list(carried)] = list(carried.values())
         self._send(rows, bool(chunks.copies))
         places = {i: each for i, each in enumerate(draws) if each is not None and each.temperature > 0}
         self._drawing.send(list(places), list(places.values()))
         self._arrival.set()
-        if carried:
-            carry, token_ids = self._carry_image[:num_rows], self._token_ids[:num_rows]
-            ids = self._last_ids[carry.clamp(min=0).long()]
-            token_ids.copy_(torch.where(carry >= 0, ids, token_ids))
         self.whole.run(num_rows)
         if places:
-            self._drawing.run()
-        ids, is_sure = self._drawing.choices(self._best[0, :num_logits])
-        self._last_ids[:num_logits] = ids
-        finite = (self._best[1, :num_logits] != 0) & (self._best_values[:num_logits] > -torch.inf)
+            self._drawing.run(num_logits)
+        outcome = self._drawing.report(num_rows, num_logits)
         # One copy for each row: to gather them first, their places would have to be sent.
         fetched = [self._logits[i, : self.vocab_size] for i, each in enumerate(draws) if each is None]
         call = StartedCall(
             self.inputs.row_begin[: len(chunks.starts) + 1].tolist(),
-            to_host([self._finite_rows[:num_rows]])[0],
-            to_host([torch.stack((ids, finite.int(), is_sure.int()))])[0],
+            num_logits,
+            to_host([outcome])[0],
             to_host(fetched) if fetched else None,
             Mark(self._device),
         )
@@ -256,8 +252,9 @@ class CudaProgram:
 
     def finish(self, ticket: StartedCall) -> DrawnRows:
         ticket.end.wait()
-        sound = [bool(ticket.finite_rows[a:b].all()) for a, b in pairwise(ticket.begins)]
-        ids, finite, is_sure = ticket.drawn_rows.tolist()
+        outcome, num_logits = ticket.outcome.numpy(), ticket.num_logits
+        ids, finite, is_sure = outcome[: 3 * num_logits].reshape(3, num_logits).tolist()
+        sound = [bool(outcome[3 * num_logits + a : 3 * num_logits + b].all()) for a, b in pairwise(ticket.begins)]
         logits = np.empty((0, self.vocab_size), np.float32) if ticket.logits is None else ticket.logits.numpy()
         return DrawnRows(sound, [bool(each) for each in finite], ids, [bool(each) for each in is_sure], logits)
 
@@ -269,6 +266,7 @@ class CudaProgram:
         items = spans.work_list(chunks.starts, lens, begins, *self._tile_rows, self._partials, self._sees_all)
         self._items[: items.size] = items.reshape(-1)
         self._sizes[:2] = num_rows, len(chunks.starts)
+        self._carry[:num_rows] = -1
         return num_rows
 
     def logits(self, rows: list[int]) -> DeviceLogits:
@@ -320,6 +318,7 @@ class CudaProgram:
     def close(self) -> None:
         for replay in (self.whole, self._body, self.head, self._final[0]):
             replay.close()
+        self._drawing.close()
         self.tape.close()
         self.cache.close()
 
