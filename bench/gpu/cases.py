@@ -10,8 +10,8 @@ import torch
 
 from bench.gpu import expert_problems
 from bench.gpu.cache_problems import attention_problem, rope_problem
-from bench.gpu.head_problems import by_head_problem, latent_problem, pieces_problem, xielu_problem
 from bench.gpu.drawing import carry_problem, report_problem
+from bench.gpu.head_problems import by_head_problem, latent_problem, pieces_problem, xielu_problem
 from bench.gpu.problems import (
     HALVES,
     ROWS,
