@@ -97,10 +97,8 @@ def _add_tiles(
                 k = opaque(k.to(tl.float32).to(q.dtype))
             s = tl.dot(q, tl.trans(k), input_precision="ieee")
             if REST:
-                rest = tl.arange(0, REST)
-                y = tl.load(
-                    keys + place * DIM + FIRST + rest[None, :], mask=inside & (rest < DIM - FIRST)[None, :], other=0.0
-                )
+                rest = FIRST + tl.arange(0, REST)
+                y = tl.load(keys + place * DIM + rest[None, :], mask=inside & (rest < DIM)[None, :], other=0.0)
                 if y.dtype != q.dtype:
                     y = opaque(y.to(tl.float32).to(q.dtype))
                 s = tl.dot(q_rest, tl.trans(y), s, input_precision="ieee")

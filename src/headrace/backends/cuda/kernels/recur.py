@@ -1,9 +1,10 @@
 """The gated delta rule (Yang et al. 2024, arXiv 2412.06464) and Mamba2's recurrence (Dao, Gu 2024, arXiv 2405.21060).
 
 One program for COLUMNS columns of a head's state [key_dim, value_dim] and one chunk: the state lies in registers and
-advances there row by row, in prefill as in decode, so no cut of a sequence changes a bit. The order of the sums over
-key_dim follows from the layout of the tile, so there is one configuration for each key_dim, whose tile one warp holds
-up to 128 keys: nothing is exchanged through shared memory between two rows.
+advances there row by row, in prefill as in decode, so no cut of a sequence changes a bit. A sum over the keys is a
+chain over parts of the state, then a sum within a part, whose order follows from its layout: so there is one
+configuration for each key_dim. Up to 256 keys one warp has all of them, and no row waits for
+numbers in shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace.backends.torch_ref.batch import ForwardBatch
 COLUMNS = 8
 """Columns of a program: a row of its state is a sector of 32 bytes."""
 
-KEYS_OF_WARP = 128
+KEYS_OF_WARP = 256
 """Keys whose state a warp holds."""
 
 
@@ -40,33 +41,32 @@ class StateRows:
 
 
 @triton.jit
-def _row(x, ld, row, at, inside):
+def _with(parts, part):
+    return parts + (part,)  # noqa: RUF005, kernels have no unpacking
+
+
+@triton.jit
+def _numbers(x, ld, row, at, inside):
     return tl.load(x + row * ld + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _put(out, ld, row, at, numbers, inside):
-    tl.store(out + row * ld + at, numbers.to(out.dtype.element_ty), mask=inside)
+def _by_key(x, ld, row, first, is_row, KEY_DIM: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """A row's numbers for the keys of a head, in parts."""
+    parts = ()
+    for p in tl.static_range(PARTS):
+        key = p * PART + tl.arange(0, PART)
+        parts = _with(parts, _numbers(x, ld, row, first + key, is_row & (key < KEY_DIM)))
+    return parts
 
 
 @triton.jit
-def _inputs(
-    query, ld_query, key, ld_key, value, ld_value, decay, ld_decay, beta, ld_beta, row, end, keys, columns, head,
-    keys_inside, columns_inside, of_head, HEADS: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    """The numbers of a row, zeros behind the last one: query, key, value, decay, beta."""
-    is_row = row < end
-    q = _row(query, ld_query, row, keys, keys_inside & is_row)
-    k = _row(key, ld_key, row, keys, keys_inside & is_row)
-    v = _row(value, ld_value, row, columns, columns_inside & is_row)
-    if CHANNELS:
-        f = _row(decay, ld_decay, row, of_head, keys_inside & is_row)
-    else:
-        f = _row(decay, ld_decay, row, head, is_row)
-    b = 0.0
-    if DELTA:
-        b = _row(beta, ld_beta, row, head, is_row)
-    return q, k, v, f, b
+def _product(x, s, PART: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """x [keys] times s [keys, COLUMNS], both in parts: a chain over the parts, then a sum within one."""
+    total = s[0] * x[0][:, None]
+    for p in tl.static_range(1, PARTS):
+        total = tl.fma(s[p], tl.broadcast_to(x[p][:, None], [PART, COLUMNS]), total)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -74,60 +74,70 @@ def _recur(
     query, ld_query, key, ld_key, value, ld_value, decay, ld_decay, beta, ld_beta, a, d, out, ld_out,
     state, row_begin, state_in, state_out, sizes, scale,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TILED: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DELTA: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(2)
     if chunk >= tl.load(sizes + 1):
         return
     head = tl.program_id(1)
     key_head = head % KEY_HEADS if TILED else head // (HEADS // KEY_HEADS)
-    k = tl.arange(0, KEYS)
+    keys = key_head * KEY_DIM
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    keys_inside = k < KEY_DIM
-    columns_inside = column < VALUE_DIM
-    inside = keys_inside[:, None] & columns_inside[None, :]
-    place = head * (KEY_DIM * VALUE_DIM) + k[:, None] * VALUE_DIM + column[None, :]
+    is_column = column < VALUE_DIM
+    columns = head * VALUE_DIM + column
     begin = tl.load(row_begin + chunk).to(tl.int64)
     end = tl.load(row_begin + chunk + 1).to(tl.int64)
     slot = tl.load(state_in + chunk).to(tl.int64)
-    s = tl.load(state + slot * (HEADS * KEY_DIM * VALUE_DIM) + place, mask=inside & (slot >= 0), other=0.0)
-    keys = key_head * KEY_DIM + k
-    columns = head * VALUE_DIM + column
-    of_head = head * KEY_DIM + k
+    SLOT: tl.constexpr = HEADS * KEY_DIM * VALUE_DIM
+    part = tl.arange(0, PART)[:, None]
+    place = head * (KEY_DIM * VALUE_DIM) + part * VALUE_DIM + column[None, :]
+    s = ()
+    for p in tl.static_range(PARTS):
+        inside = (p * PART + part < KEY_DIM) & is_column[None, :] & (slot >= 0)
+        s = _with(s, tl.load(state + slot * SLOT + p * PART * VALUE_DIM + place, mask=inside, other=0.0))
     if not DELTA:
         rate = tl.load(a + head).to(tl.float32)
     if d is not None:
         skip = tl.load(d + head).to(tl.float32)
-    next_q, next_k, next_v, next_f, next_b = _inputs(
-        query, ld_query, key, ld_key, value, ld_value, decay, ld_decay, beta, ld_beta, begin, end, keys, columns, head,
-        keys_inside, columns_inside, of_head, HEADS, DELTA, CHANNELS,
-    )  # fmt: skip
+    # Read ahead: the next row's numbers arrive while a row is computed.
+    next_q = _by_key(query, ld_query, begin, keys, begin < end, KEY_DIM, PART, PARTS)
+    next_k = _by_key(key, ld_key, begin, keys, begin < end, KEY_DIM, PART, PARTS)
+    next_v = _numbers(value, ld_value, begin, columns, is_column & (begin < end))
     for i in range(tl.load(row_begin + chunk + 1) - tl.load(row_begin + chunk)):
         row = begin + i
-        row_q, row_k, row_v, row_f, row_b = next_q, next_k, next_v, next_f, next_b
+        q, k, v = next_q, next_k, next_v
+        is_row = row + 1 < end
+        next_q = _by_key(query, ld_query, row + 1, keys, is_row, KEY_DIM, PART, PARTS)
+        next_k = _by_key(key, ld_key, row + 1, keys, is_row, KEY_DIM, PART, PARTS)
+        next_v = _numbers(value, ld_value, row + 1, columns, is_column & is_row)
         slot = tl.load(state_out + row).to(tl.int64)
-        # Read ahead, while this row is computed.
-        next_q, next_k, next_v, next_f, next_b = _inputs(
-            query, ld_query, key, ld_key, value, ld_value, decay, ld_decay, beta, ld_beta, row + 1, end, keys, columns,
-            head, keys_inside, columns_inside, of_head, HEADS, DELTA, CHANNELS,
-        )  # fmt: skip
+        decayed = ()
         if CHANNELS:
-            s = s * tl.exp(row_f)[:, None]
-        elif DELTA:
-            s = s * tl.exp(row_f)
+            f = _by_key(decay, ld_decay, row, head * KEY_DIM, row < end, KEY_DIM, PART, PARTS)
+            for p in tl.static_range(PARTS):
+                decayed = _with(decayed, s[p] * tl.exp(f[p])[:, None])
         else:
-            s = s * tl.exp(row_f * rate)
+            step = tl.load(decay + row * ld_decay + head).to(tl.float32)
+            factor = tl.exp(step) if DELTA else tl.exp(step * rate)
+            for p in tl.static_range(PARTS):
+                decayed = _with(decayed, s[p] * factor)
         if DELTA:
-            u = (row_v - tl.sum(s * row_k[:, None], 0)) * row_b
+            u = (v - _product(k, decayed, PART, PARTS, COLUMNS)) * tl.load(beta + row * ld_beta + head).to(tl.float32)
         else:
-            u = row_v * row_f
-        s = tl.fma(tl.broadcast_to(row_k[:, None], [KEYS, COLUMNS]), tl.broadcast_to(u[None, :], [KEYS, COLUMNS]), s)
-        y = tl.sum(s * row_q[:, None], 0) * scale
+            u = v * step
+        after = ()
+        for p in tl.static_range(PARTS):
+            of_key = tl.broadcast_to(k[p][:, None], [PART, COLUMNS])
+            after = _with(after, tl.fma(of_key, tl.broadcast_to(u[None, :], [PART, COLUMNS]), decayed[p]))
+        s = after
+        y = _product(q, s, PART, PARTS, COLUMNS) * scale
         if d is not None:
-            y += skip * row_v
-        _put(out, ld_out, row, columns, y, columns_inside)
+            y += skip * v
+        tl.store(out + row * ld_out + columns, y.to(out.dtype.element_ty), mask=is_column)
         if slot >= 0:
-            tl.store(state + slot * (HEADS * KEY_DIM * VALUE_DIM) + place, s, mask=inside)
+            for p in tl.static_range(PARTS):
+                inside = (p * PART + part < KEY_DIM) & is_column[None, :]
+                tl.store(state + slot * SLOT + p * PART * VALUE_DIM + place, s[p], mask=inside)
 
 
 def forward_batch(a: Arguments, *, writes: bool = True) -> ForwardBatch:
@@ -190,13 +200,17 @@ def _recurred(
 ) -> Launch:
     arguments: dict[str, Argument] = dict(parts)
     arguments |= {f"ld_{name}": 0 if part is None else part.stride(0) for name, part in parts.items()}
-    keys, decay = triton.next_power_of_2(heads.key_dim), parts["decay"]
+    decay, keys = parts["decay"], triton.next_power_of_2(heads.key_dim)
+    # 2 lanes hold the columns of a key, so a warp has 16 keys of each part.
+    warps = max(keys // KEYS_OF_WARP, 1)
+    part = min(16 * warps, keys)
     arguments |= more | {
         "out": out, "ld_out": out.stride(0), "state": state, "row_begin": rows.row_begin, "state_in": rows.state_in,
         "state_out": rows.state_out, "sizes": rows.sizes, "HEADS": heads.num_heads, "KEY_HEADS": heads.num_key_heads,
-        "TILED": heads.tiled, "KEY_DIM": heads.key_dim, "VALUE_DIM": heads.value_dim, "KEYS": keys, "COLUMNS": COLUMNS,
+        "TILED": heads.tiled, "KEY_DIM": heads.key_dim, "VALUE_DIM": heads.value_dim, "COLUMNS": COLUMNS,
         "DELTA": parts["beta"] is not None, "CHANNELS": decay is not None and decay.shape[1] > heads.num_heads,
+        "PART": part, "PARTS": keys // part,
     }  # fmt: skip
     # Programs that run at the same time read neighbouring columns.
     grid = triton.cdiv(heads.value_dim, COLUMNS), heads.num_heads, num_chunks
-    return Launch(KERNEL, grid, arguments, Config({}, max(keys // KEYS_OF_WARP, 1)))
+    return Launch(KERNEL, grid, arguments, Config({}, warps))
