@@ -218,10 +218,10 @@ class Law:
         return [request for request in self.requests if request.params.temperature == 0.0]
 
     def greedy(self) -> Result:
-        """Ids until the first that differs; there the reference's two likeliest must lie within rounding. The reference
-        runs on the same device: in bfloat16 a GPU's and a CPU's own ids differ."""
+        """Ids until the first that differs; there the reference's two likeliest must lie within the roundings of both.
+        The reference runs on the same device: in bfloat16 a GPU's and a CPU's own ids differ."""
         expected, actual = self.by_torch_ref(self.device.name, "bfloat16"), self.alone()
-        equal, close, wrong = 0, 0, []
+        equal, gaps, wrong = 0, [], []
         for request in self.greedy_requests:
             name = request.request_id
             ids, mine = expected.token_ids[name], actual.token_ids[name]
@@ -230,11 +230,15 @@ class Law:
                 equal += 1
                 continue
             (_, first), (_, second) = expected.logprobs[name][place].top[:2]
-            if first - second <= ROUNDING:
-                close += 1
-            else:
+            gaps.append(round(first - second, 3))
+            if first - second > 2 * ROUNDING:
                 wrong.append(name)
-        return {"equal": equal, "close": close, "fault": f"other ids: {wrong}" if wrong else ""}
+        return {
+            "equal": equal,
+            "close": len(gaps) - len(wrong),
+            "gaps": gaps,
+            "fault": f"other ids: {wrong}" if wrong else "",
+        }
 
 
 def compare_logprobs(expected: Answers, actual: Answers, dtype: str) -> Result:

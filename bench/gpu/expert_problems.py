@@ -117,10 +117,13 @@ def mixture_problem(
     x, logits = normal(num_rows, hidden, dtype=dtype), normal(num_rows, num, seed=1)
     tensors = {"x": x, "logits": logits, "sizes": sizes(num_rows), "out": poisoned(num_rows + 1, hidden, dtype=dtype)}
     tensors |= tensors_of("gate_up", mixture.gate_up) | tensors_of("down", mixture.down)
+    of_choice = {"bias": routing.bias, "factors": routing.factors}
+    tensors |= {name: tensor for name, tensor in of_choice.items() if tensor is not None}
 
     def make(t: Tensors, config: Config | None) -> Sequence[Launch]:
         stacks = stack_of("gate_up", mixture.gate_up, t), stack_of("down", mixture.down, t)
-        here = mixture._replace(gate_up=stacks[0], down=stacks[1])
+        of_device = routing._replace(bias=t.get("bias"), factors=t.get("factors"))
+        here = mixture._replace(routing=of_device, gate_up=stacks[0], down=stacks[1])
         shared = experts.make_scratch(num_rows + 1, here, dtype)
         return experts.experts(
             t["x"], t["logits"], here, t["out"], shared, t["sizes"], 0, num_rows + 1, num_programs=PROGRAMS,

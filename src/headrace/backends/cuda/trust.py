@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels import linear, linear_8bit, linear_ws
 from headrace.backends.cuda.launch import Config, Launch
+from headrace.backends.cuda.replay import compile_kernels
 
 CAPABILITY = (9, 0)
 """Of the GPUs whose instructions `linear_ws` names."""
@@ -87,12 +88,25 @@ def differences(
     device: torch.device, dtype: torch.dtype, candidate: Candidate, problems: Sequence[Problem]
 ) -> Iterator[str]:
     """Yield what `candidate` does otherwise, in each problem and configuration."""
-    for problem in problems:
-        operands = _operands(problem, device, dtype)
+    cases = [(problem, _operands(problem, device, dtype)) for problem in problems]
+    configs = {
+        problem: [c for c in linear_ws.KERNEL.configs if linear_ws.suits(c, operands["weight"], problem.gated)]
+        for problem, operands in cases
+    }
+
+    def with_config(config: Config) -> Candidate:
+        return functools.partial(candidate, config=config)
+
+    if device.type == "cuda":
+        compile_kernels(
+            _launch(problem, operands, operands["out"], make)
+            for problem, operands in cases
+            for make in [_usual, *map(with_config, configs[problem])]
+        )
+    for problem, operands in cases:
         expected = _written(problem, operands, _usual)
-        configs = [c for c in linear_ws.KERNEL.configs if linear_ws.suits(c, operands["weight"], problem.gated)]
-        for config in configs:
-            actual = _written(problem, operands, functools.partial(candidate, config=config))
+        for config in configs[problem]:
+            actual = _written(problem, operands, with_config(config))
             count = int((actual != expected).sum())
             if count:
                 yield f"{count} of {actual.numel()} numbers have other bits in {problem}, {dtype}, {config.name}"
@@ -126,14 +140,18 @@ def _operands(problem: Problem, device: torch.device, dtype: torch.dtype) -> dic
     return {name: tensor.to(device) for name, tensor in operands.items()}
 
 
-def _written(problem: Problem, operands: dict[str, Tensor], make: Candidate) -> Tensor:
-    """Return the bits that a launch leaves in the output: rows that are none of the step's too."""
-    out = operands["out"].clone()
+def _launch(problem: Problem, operands: dict[str, Tensor], out: Tensor, make: Candidate) -> Launch:
     options = {name: operands[name] for name in ("bias", "residual", "x_scales", "w_scales") if name in operands}
-    launch = make(
+    return make(
         operands["x"][:, : problem.num_in], operands["weight"], out, operands["sizes"], 0, problem.bucket,
         num_programs=PROGRAMS, activation=problem.activation, gated=problem.gated, **options,
     )  # fmt: skip
+
+
+def _written(problem: Problem, operands: dict[str, Tensor], make: Candidate) -> Tensor:
+    """Return the bits that a launch leaves in the output: rows that are none of the step's too."""
+    out = operands["out"].clone()
+    launch = _launch(problem, operands, out, make)
     if out.device.type == "cuda":
         launch.run_gpu()
     else:

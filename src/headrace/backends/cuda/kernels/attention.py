@@ -76,9 +76,9 @@ def _add_tiles(
         place = slot.to(tl.int64)[:, None]
         inside = (at < end)[:, None]
         if not IN_PARTS:
-            k = _loaded(
-                keys + place * DIM + column[None, :], inside & (column < FIRST)[None, :], MASKED or WIDTH > FIRST
-            )
+            # Triton 3.6 takes rows of DIM numbers to be aligned as those of WIDTH are: the mask has their step too.
+            whole = inside & (column < FIRST)[None, :] & (column < (DIM if DIM % 8 else WIDTH))[None, :]
+            k = _loaded(keys + place * DIM + column[None, :], whole, MASKED or WIDTH > FIRST or DIM % 8 != 0)
         if not SHARED or IN_PARTS:
             v = _loaded(
                 values + place * (DIM if SHARED else VALUE_DIM) + v_column[None, :],
