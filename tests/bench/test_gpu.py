@@ -166,13 +166,13 @@ def test_greedy_ids_are_compared_on_one_device(monkeypatch: pytest.MonkeyPatch) 
     law.reference = Answers()
     law.reference.token_ids = {request.request_id: [5] for request in law.requests}
     monkeypatch.setattr(law, "by_torch_ref", by_torch_ref)
-    assert law.greedy() == {"equal": 2, "close": 0, "fault": ""}
+    assert law.greedy() == {"equal": 2, "close": 0, "gaps": [], "fault": ""}
     assert places == ["elsewhere"]
 
 
 def test_decode_and_prefill_are_compared_for_every_cache(device: Device) -> None:
     names = {name.rpartition(" ")[2] for name, _ in probes(device) if name.startswith("decode against prefill")}
-    assert names == set(STORED)
+    assert names == {*STORED, "sinks", "chunks", "heads"}
 
 
 def test_the_page_has_every_goal() -> None:
@@ -286,7 +286,7 @@ def test_the_command(tmp_path: Path) -> None:
     words = ["bench", "--out", str(tmp_path), "--only", "goal: draw"]
     done = subprocess.run([sys.executable, "-m", "bench.gpu", *words], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "2 items, 0 failed" in done.stdout
+    assert "3 items, 0 failed" in done.stdout
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["head"]["toy"]
     assert record["items"][1]["value"] == "not measured"

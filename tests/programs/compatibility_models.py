@@ -6,12 +6,15 @@ from tests.programs.compatibility_rows import Row
 
 EQUAL, LAW = "transformers:test_logits_equal_transformers", "bits:test_I_13_bits_through_the_runner"
 PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:test_floats_have_the_bits_of_safetensors"
-SHOWN, SHOWN_GGUF = (EQUAL, LAW), (EQUAL, LAW, GGUF)
-NOT_CUDA = "backends cpu and torch_ref"
+ON_CUDA = "types:test_a_type_gives_the_tokens_of_torch_ref_or_is_refused"
+SHOWN, SHOWN_GGUF = (EQUAL, LAW, ON_CUDA), (EQUAL, LAW, ON_CUDA, GGUF)
+ON_GPU = "of cuda a tiny model alone ran on a GPU"
+TWINS = "cuda by its twins, no GPU so far"
+VECTORS_ON_CUDA = "types:test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused"
 LAW_OF_STATES = "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads"
 GGUF_STATES = "gguf_states:test_a_file_is_the_model_of_its_safetensors"
 GGUF_HYBRID = "gguf_hybrids:test_a_hybrids_file_is_the_model_of_its_safetensors"
-STATES = (EQUAL, LAW_OF_STATES, PACKED)
+STATES = (EQUAL, LAW_OF_STATES, ON_CUDA, PACKED)
 STATES_GGUF = (*STATES, GGUF_STATES)
 HYBRID_GGUF = (*STATES, GGUF_HYBRID)
 RULES = {
@@ -19,6 +22,8 @@ RULES = {
     LAW: ("bits", "the same in any batch, in chunks and with any number of threads"),
     LAW_OF_STATES: ("states", "the same for layers with a state"),
     PACKED: ("packed", "quantised weights are packed and mapped"),
+    ON_CUDA: ("cuda", "the tokens of torch_ref by the twins of the GPU's kernels"),
+    VECTORS_ON_CUDA: ("cuda vectors", "the vectors of torch_ref by them"),
     GGUF: ("GGUF", "the bits of the safetensors"),
     GGUF_STATES: ("GGUF states", "the same for recurrent layers"),
     GGUF_HYBRID: ("GGUF hybrid", "the same for recurrent layers beside attention"),
@@ -27,32 +32,33 @@ RULES = {
 
 ENCODER_TESTS = (
     "encoders:test_vectors_are_transformers_hidden_states",
+    VECTORS_ON_CUDA,
     "served encoders:test_an_encoder_answers_at_every_door_for_vectors",
 )
 ENCODERS = (
-    Row("bert", "partly", f"all-MiniLM, bge, e5, mxbai; {NOT_CUDA}", ENCODER_TESTS),
-    Row("roberta", "partly", f"all-roberta; {NOT_CUDA}", ENCODER_TESTS[:1]),
-    Row("xlm-roberta", "partly", f"multilingual-e5, bge-m3's dense vectors; {NOT_CUDA}", ENCODER_TESTS[:1]),
-    Row("camembert", "partly", f"sentence-camembert; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("bert", "partly", f"all-MiniLM, bge, e5, mxbai; {TWINS}", ENCODER_TESTS),
+    Row("roberta", "partly", f"all-roberta; {TWINS}", ENCODER_TESTS[:2]),
+    Row("xlm-roberta", "partly", f"multilingual-e5, bge-m3's dense vectors; {TWINS}", ENCODER_TESTS[:2]),
+    Row("camembert", "partly", f"sentence-camembert; {TWINS}", ENCODER_TESTS[:2]),
     Row(
         "electra",
         "partly",
-        f"the discriminator, with embeddings as wide as the layers; {NOT_CUDA}",
-        (*ENCODER_TESTS[:1], "encoders:test_narrow_embeddings_of_electra_are_refused"),
+        f"the discriminator, with embeddings as wide as the layers; {TWINS}",
+        (*ENCODER_TESTS[:2], "encoders:test_narrow_embeddings_of_electra_are_refused"),
     ),
-    Row("distilbert", "partly", f"multi-qa-distilbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
-    Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("distilbert", "partly", f"multi-qa-distilbert; {TWINS}", ENCODER_TESTS[:2]),
+    Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {TWINS}", ENCODER_TESTS[:2]),
     Row(
         "nomic_bert",
         "partly",
-        f"nomic-embed-text; {NOT_CUDA}",
-        (*ENCODER_TESTS[:1], "encoders:test_the_first_files_of_nomic_bert_have_other_keys"),
+        f"nomic-embed-text; {TWINS}",
+        (*ENCODER_TESTS[:2], "encoders:test_the_first_files_of_nomic_bert_have_other_keys"),
     ),
-    Row("gte", "partly", f"gte-base-en-v1.5 in transformers' layout; {NOT_CUDA}", ENCODER_TESTS[:1]),
+    Row("gte", "partly", f"gte-base-en-v1.5 in transformers' layout; {TWINS}", ENCODER_TESTS[:2]),
     Row(
         "new",
         "partly",
-        f"the same as its first files have it; {NOT_CUDA}",
+        f"the same as its first files have it; {TWINS}",
         ("encoders:test_the_first_files_of_gte_have_another_type",),
     ),
 )
@@ -68,43 +74,41 @@ MODELS = (
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
     Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
-    Row("falcon_h1", "partly", f"Falcon-H1; GGUF falcon-h1; {NOT_CUDA}", HYBRID_GGUF),
+    Row("falcon_h1", "yes", f"Falcon-H1; GGUF falcon-h1; {ON_GPU}", HYBRID_GGUF),
     Row(
         "nemotron_h",
-        "partly",
-        f"Nemotron-H, Nemotron Nano 2, Nemotron 3; GGUF nemotron_h, nemotron_h_moe; {NOT_CUDA}",
+        "yes",
+        f"Nemotron-H, Nemotron Nano 2, Nemotron 3; GGUF nemotron_h, nemotron_h_moe; {ON_GPU}",
         (*HYBRID_GGUF, "families:test_layers_named_by_letters_have_the_bits_of_those_named_by_words"),
     ),
-    Row("lfm2", "partly", f"LFM2 350M to 2.6B; GGUF lfm2; {NOT_CUDA}", HYBRID_GGUF),
-    Row("lfm2_moe", "partly", f"LFM2-8B-A1B; GGUF lfm2moe; {NOT_CUDA}", HYBRID_GGUF),
-    Row("granitemoehybrid", "partly", f"Granite 4.0 H and Micro; GGUF granitehybrid; {NOT_CUDA}", HYBRID_GGUF),
-    Row("qwen3_next", "partly", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {NOT_CUDA}", STATES_GGUF),
-    Row(
-        "qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; its GGUF is that of qwen3_5_text; {NOT_CUDA}", STATES
-    ),
-    Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {NOT_CUDA}", STATES_GGUF),
+    Row("lfm2", "yes", f"LFM2 350M to 2.6B; GGUF lfm2; {ON_GPU}", HYBRID_GGUF),
+    Row("lfm2_moe", "yes", f"LFM2-8B-A1B; GGUF lfm2moe; {ON_GPU}", HYBRID_GGUF),
+    Row("granitemoehybrid", "yes", f"Granite 4.0 H and Micro; GGUF granitehybrid; {ON_GPU}", HYBRID_GGUF),
+    Row("qwen3_next", "yes", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {ON_GPU}", STATES_GGUF),
+    Row("qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; its GGUF is that of qwen3_5_text; {ON_GPU}", STATES),
+    Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {ON_GPU}", STATES_GGUF),
     Row(
         "qwen3_5_moe",
         "partly",
-        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; its GGUF is that of qwen3_5_moe_text; {NOT_CUDA}",
+        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; its GGUF is that of qwen3_5_moe_text; {ON_GPU}",
         STATES,
     ),
-    Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {NOT_CUDA}", STATES_GGUF),
+    Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {ON_GPU}", STATES_GGUF),
     Row(
         "gpt_oss",
-        "partly",
-        "gpt-oss-20b, gpt-oss-120b; GGUF gpt-oss; backends cpu and torch_ref",
+        "yes",
+        f"gpt-oss-20b, gpt-oss-120b; GGUF gpt-oss; {ON_GPU}",
         (*SHOWN_GGUF, PACKED, "families:test_experts_of_mxfp4_are_read_from_their_blocks"),
     ),
     Row("gemma", "yes", "Gemma 1, CodeGemma; GGUF gemma", (*SHOWN_GGUF, PACKED)),
     Row("gemma2", "yes", "Gemma 2; GGUF gemma2", SHOWN_GGUF),
     Row("gemma3_text", "yes", "Gemma 3 1B; GGUF gemma3", SHOWN_GGUF),
     Row("gemma3", "partly", "Gemma 3 4B to 27B, their text; its GGUF is that of gemma3_text", (*SHOWN, PACKED)),
-    Row("gemma4_text", "partly", f"Gemma 4's text alone; GGUF gemma4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("gemma4_text", "partly", f"Gemma 4's text alone; GGUF gemma4; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
     Row(
         "gemma4",
         "partly",
-        f"Gemma 4 E2B to 31B and 26B-A4B, their text; its GGUF is that of gemma4_text; {NOT_CUDA}",
+        f"Gemma 4 E2B to 31B and 26B-A4B, their text; its GGUF is that of gemma4_text; {ON_GPU}",
         (*SHOWN, PACKED),
     ),
     Row("gpt2", "yes", "GPT-2; GGUF gpt2", SHOWN_GGUF),
@@ -113,38 +117,36 @@ MODELS = (
     Row("seed_oss", "yes", "Seed-OSS; GGUF seed_oss", (*SHOWN_GGUF, PACKED)),
     Row("granite", "yes", "Granite 3 and 4 without experts; GGUF granite", (*SHOWN_GGUF, PACKED)),
     Row("ministral3", "yes", "Ministral 3, Mistral Large 3's text; GGUF mistral3", (*SHOWN_GGUF, PACKED)),
-    Row("olmo2", "partly", f"OLMo 2; GGUF olmo2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("olmo3", "partly", f"OLMo 3; GGUF olmo2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("olmo2", "yes", f"OLMo 2; GGUF olmo2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("olmo3", "yes", f"OLMo 3; GGUF olmo2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
     Row("starcoder2", "yes", "StarCoder2; GGUF starcoder2", (*SHOWN_GGUF, PACKED)),
     Row("glm", "yes", "GLM-4-9B; GGUF chatglm", (*SHOWN_GGUF, PACKED)),
     Row("glm4", "yes", "GLM-4-0414; GGUF glm4", (*SHOWN_GGUF, PACKED)),
-    Row("glm4_moe", "partly", f"GLM-4.5 to 4.7; GGUF glm4moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("glm4_moe_lite", "partly", f"GLM-4.7-Flash; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("deepseek_v2", "partly", f"DeepSeek-V2, V2-Lite, V2.5; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("deepseek_v3", "partly", f"DeepSeek-V3, V3.1, R1; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("kimi_k2", "partly", f"Kimi K2, the text of K2.5 and K2.6; GGUF deepseek2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("mistral4", "partly", f"Mistral Small 4's text; GGUF mistral4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("cohere2", "partly", f"Command R7B, Command A; GGUF cohere2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("glm4_moe", "yes", f"GLM-4.5 to 4.7; GGUF glm4moe; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("glm4_moe_lite", "partly", f"GLM-4.7-Flash; GGUF deepseek2; {TWINS}", (*SHOWN_GGUF, PACKED)),
+    Row("deepseek_v2", "yes", f"DeepSeek-V2, V2-Lite, V2.5; GGUF deepseek2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("deepseek_v3", "yes", f"DeepSeek-V3, V3.1, R1; GGUF deepseek2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("kimi_k2", "partly", f"Kimi K2, the text of K2.5 and K2.6; GGUF deepseek2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("mistral4", "partly", f"Mistral Small 4's text; GGUF mistral4; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("cohere2", "yes", f"Command R7B, Command A; GGUF cohere2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
     Row("exaone4", "yes", "EXAONE 4.0; GGUF exaone4", (*SHOWN_GGUF, PACKED)),
     Row("ernie4_5", "yes", "ERNIE 4.5 0.3B; GGUF ernie4_5", (*SHOWN_GGUF, PACKED)),
-    Row(
-        "ernie4_5_moe", "partly", f"ERNIE 4.5 21B-A3B, 300B-A47B; GGUF ernie4_5-moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)
-    ),
-    Row("hunyuan_v1_dense", "partly", f"Hunyuan 0.5B to 7B; GGUF hunyuan-dense; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("hunyuan_v1_moe", "partly", f"Hunyuan-A13B; GGUF hunyuan-moe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("hy_v3", "partly", f"Hunyuan 3; GGUF hy_v3; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("afmoe", "partly", f"Trinity; GGUF afmoe; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("muse_glimmer", "partly", f"Muse Glimmer's text; GGUF muse-glimmer; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("apertus", "partly", f"Apertus; GGUF apertus; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("ernie4_5_moe", "yes", f"ERNIE 4.5 21B-A3B, 300B-A47B; GGUF ernie4_5-moe; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("hunyuan_v1_dense", "yes", f"Hunyuan 0.5B to 7B; GGUF hunyuan-dense; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("hunyuan_v1_moe", "yes", f"Hunyuan-A13B; GGUF hunyuan-moe; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("hy_v3", "yes", f"Hunyuan 3; GGUF hy_v3; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("afmoe", "yes", f"Trinity; GGUF afmoe; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("muse_glimmer", "partly", f"Muse Glimmer's text; GGUF muse-glimmer; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("apertus", "yes", f"Apertus; GGUF apertus; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
     Row(
         "bitnet",
         "yes",
         "BitNet b1.58 2B4T; GGUF bitnet, bitnet-b1.58",
         (*SHOWN_GGUF, PACKED, "bitnet:test_ternary_layers_are_those_of_transformers_but_for_its_rounding_of_inputs"),
     ),
-    Row("nemotron", "partly", f"Nemotron-4, Minitron; GGUF nemotron; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("minimax_m2", "partly", f"MiniMax-M2; GGUF minimax-m2; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
-    Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {NOT_CUDA}", (*SHOWN_GGUF, PACKED)),
+    Row("nemotron", "yes", f"Nemotron-4, Minitron; GGUF nemotron; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("minimax_m2", "yes", f"MiniMax-M2; GGUF minimax-m2; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
+    Row("llama4_text", "partly", f"Llama 4, its text; GGUF llama4; {ON_GPU}", (*SHOWN_GGUF, PACKED)),
     Row(
         "the same bits for every type",
         "yes",

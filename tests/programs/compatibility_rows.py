@@ -63,6 +63,7 @@ FILES = {
     "bits": "tests/models/test_bits.py",
     "by transformers": "tests/models/test_by_transformers.py",
     "families": "tests/models/test_families.py",
+    "types": "tests/backends/cuda/test_types.py",
     "states": "tests/models/test_states.py",
     "gguf_states": "tests/formats/gguf/test_recurrent.py",
     "gguf_hybrids": "tests/formats/gguf/test_hybrid.py",
@@ -255,7 +256,7 @@ APIS = (
     Row(
         "encoders as GGUF files",
         "partly",
-        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; backends cpu and torch_ref",
+        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; cuda by its twins",
         (
             "gguf encoders:test_floats_have_the_bits_of_safetensors",
             "gguf encoders:test_blocks_are_near_the_floats",
@@ -276,7 +277,7 @@ APIS = (
     Row(
         "embeddinggemma",
         "partly",
-        "gemma3_text with use_bidirectional_attention; backends cpu and torch_ref",
+        "gemma3_text with use_bidirectional_attention; cuda by its twins",
         (
             "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
             "encoders:test_gemmas_vectors_by_packed_weights",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import sys
@@ -403,19 +402,6 @@ def test_an_unchanged_copy_obeys_the_law(tmp_path: Path) -> None:
     assert_law(law_problem(), "twin", lambda chunks: copy)
 
 
-def of_shape(heads: int, kv_heads: int, head_dim: int, value_dim: int) -> list[Launch]:
-    """Launches over a cache of bfloat16 whose keys hold the values, in the default configurations."""
-    empty = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
-    ints = functools.partial(torch.empty, dtype=torch.int32, device="meta")
-    shape = LayerShape(kv_heads, head_dim, value_dim, shares_key=True)
-    layer = KVCache([shape], [64], BLOCK, "bfloat16", torch.device("meta")).layers[0]
-    return kernel.attention(
-        empty(512, heads * head_dim), empty(512, heads * value_dim), layer, ints(512), ints(512, spans.ITEM),
-        spans.make_scratch(64, heads, kv_heads, head_dim, "meta", value_dim), heads=heads, kv_heads=kv_heads,
-        scale=SCALE, programs=264,
-    )  # fmt: skip
-
-
 def launches() -> list[Launch]:
     """Llama-3.1-8B with each type of cache, small models, and heads of 256 numbers, in every configuration."""
 
@@ -480,13 +466,6 @@ def test_prefill_uses_wgmma_and_keys_are_loaded_by_sixteen_bytes() -> None:
         for loop in cubin.loops():
             assert not [name for name in loop if name.startswith(("LDG.E.U16", "LDS.U16"))]
         assert not faults(cubin)
-
-
-def test_keys_that_begin_between_sixteen_bytes_are_not_loaded_by_sixteen() -> None:
-    """Triton 3.6 did so with a key of 38 numbers whose first 32 are its values: a fault of the address on a GPU."""
-    [few] = [one for one in of_shape(4, 1, 38, 32) if one.config.name == "BM=16 w4 s5"]
-    assert compiled(few, 90).count("LDGSTS.E.BYPASS.128") == 0
-    assert compiled(few, 90).count("LDGSTS.E") > 0
 
 
 @pytest.mark.sampled(2)

@@ -14,7 +14,7 @@ from tests.support.interpreter import run_interpreted
 
 from headrace.backends.cuda.kernels.choose import KERNELS, MARGIN, Packed, choose, make_space, pack
 from headrace.backends.cuda.kernels.survey import EPS as EPS_OF_KERNEL
-from headrace.backends.cuda.kernels.survey import SURVEY, _draw_part
+from headrace.backends.cuda.kernels.survey import SURVEY, draw_part
 from headrace.backends.cuda.launch import Launch
 from headrace.backends.step import Draw
 from headrace.sampling import filters, noise
@@ -120,7 +120,7 @@ def test_sums_that_are_almost_equal_have_a_small_margin(top_k: int) -> None:
 
 
 def test_control_a_bound_without_the_error_of_float32_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    scope = _draw_part.fn.__globals__
+    scope = draw_part.fn.__globals__
     monkeypatch.setitem(scope, "EPS", tl.constexpr(-1.0))
     with pytest.raises(AssertionError):
         test_sums_that_are_almost_equal_have_a_small_margin(0)

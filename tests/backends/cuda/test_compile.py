@@ -87,7 +87,8 @@ def defaults(file: str, capability: int) -> list[Launch]:
         launches = [test_linear_ws.launch_of(n, k, None, gated, kind) for kind in types for n, k, gated in SHAPES]
         return [*launches, test_linear_ws.launch_of(128256, 4096, None, out_dtype=torch.float32)]
     if file == "linear_codes":
-        schemes = (Scheme("i4", 64), Scheme("i4", 32), Scheme("i4", 64, True), Scheme("i8"))
+        schemes = (Scheme("i4", 64, book="iq4_nl"), Scheme("i4", 32), Scheme("i4", 64, True), Scheme("i8"))
+        schemes += (Scheme("i4", 32, book="e2m1"),)
         launches = [
             launch
             for scheme in schemes

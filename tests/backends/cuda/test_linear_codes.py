@@ -287,6 +287,10 @@ LLAMA = ((4096, False), (14336, True))
 """Outputs of Llama-3.1-8B's output and gate projections, and whether they are gated."""
 
 
+FOUR_WARPS = next(config for config in KERNEL.configs if config.name == "BR=64 BN=128 ASM=1 w4 s2")
+"""For gated layers alone: the tile of another one spills everywhere."""
+
+
 def candidates(scheme: Scheme, is_suited: bool = True) -> list[Launch]:
     """A launch in each configuration that suits the scheme, or that does not for its spills on sm_100 alone."""
     return [
@@ -295,6 +299,7 @@ def candidates(scheme: Scheme, is_suited: bool = True) -> list[Launch]:
         for num_out, gated in LLAMA
         if suits(config, packed_of(scheme, 64, 4096), gated) == is_suited and config.tiles["BN"] >= 64 * (1 + gated)
         if is_suited or scheme.kind != "i8" or config.tiles["BR"] > 16  # which spills on sm_120 alone
+        if is_suited or config is not FOUR_WARPS
         for launch in launch_of(scheme, num_out, 4096, config, gated)
     ]
 
@@ -320,6 +325,15 @@ def test_a_configuration_that_spills_is_not_suited() -> None:
     scheme = Scheme("i4", 64, True)
     [launch] = candidates(scheme, is_suited=False)
     assert (compiled(launch, 100).stack > 0) == spills(scheme)
+
+
+def test_halves_of_a_gated_tile_fit_the_registers_of_four_warps() -> None:
+    scheme = Scheme("i4", 64)
+    packed = packed_of(scheme, 64, 4096)
+    assert [suits(FOUR_WARPS, packed, gated) for gated in (False, True)] == [False, True]
+    [plain], [gated] = (launch_of(scheme, num_out, 4096, FOUR_WARPS, gated) for num_out, gated in LLAMA)
+    assert compiled(plain, 90).stack > 0
+    assert compiled(gated, 90).stack == 0
 
 
 @pytest.mark.slow

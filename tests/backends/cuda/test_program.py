@@ -199,7 +199,8 @@ def assert_planned(program: Any, max_len: int) -> None:
     scratch = set()
     for size in bucket_sizes(program.max_rows):
         for launch in program.whole.launches(size):
-            responses = [launch.arguments.get(name) for name in ("partial", "arrived")]
+            names = ("partial", "arrived") if "SPAN" in launch.arguments else ()
+            responses = [launch.arguments.get(name) for name in names]
             responses += [each for each in [launch.arguments.get("out")] if launch.kernel is WIDEN]
             scratch |= {each.untyped_storage().data_ptr() for each in responses if isinstance(each, torch.Tensor)}
     assert planned == program.num_bytes > program.tape.arena.nbytes > 0

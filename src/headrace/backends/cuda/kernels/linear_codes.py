@@ -26,17 +26,7 @@ from torch import Tensor
 from headrace.backends.base import Activation
 from headrace.backends.cuda.kernels import linear as dense
 from headrace.backends.cuda.kernels.early import await_inputs
-from headrace.backends.cuda.kernels.linear import (
-    Scratch,
-    arguments,
-    finish,
-    finished,
-    in_order,
-    num_spans,
-    num_tiles,
-    place,
-    sum_of_spans,
-)
+from headrace.backends.cuda.kernels.linear import Scratch, arguments, finish, finished, in_order, num_tiles, place
 from headrace.backends.cuda.kernels.rows import opaque
 from headrace.backends.cuda.launch import Argument, Arguments, Config, Kernel, Launch
 from headrace.quant.base import QWeight
@@ -312,11 +302,8 @@ class PackedCodes:
     def dense(self) -> Tensor:
         """The weights [num_out, num_in] in the model's dtype: the numbers that the kernel computes with."""
         if self.eight:
-            wide = (
-                self.codes[:, : self.num_in].float()
-                * self.scales.repeat_interleave(self.group or self.num_in, 0)[: self.num_in].t()
-            )
-            return wide.to(self.dtype)
+            scales = self.scales.repeat_interleave(self.group or self.num_in, 0)[: self.num_in].t()
+            return (self.codes[:, : self.num_in].float() * scales).to(self.dtype)
         codes = torch.stack([self.codes.int() >> (4 * i) & 15 for i in range(4)], 1)  # [N, 4, blocks * H]
         codes = codes.unflatten(2, (-1, self.step)).transpose(1, 2).flatten(1)
         numbers = torch.tensor(BOOKS[self.book], device=codes.device).float()[codes] if self.book else codes.float()
@@ -331,16 +318,18 @@ class PackedCodes:
         halves = words.view(self.dtype).view(*words.shape, 2)
         return halves.permute(1, 0, 2).flatten(1).float().repeat_interleave(self.group, 1)
 
+    def _assembly(self) -> str:
+        form = self.dtype, self.each
+        return book_assembly(*form, self.book) if self.book else assembly(*form, self.mins is not None)
+
     def arguments(self) -> dict[str, Argument]:
         book = BOOKS[self.book] if self.book else None
         low, high = (None, None) if book is None else (_bytes(book[:8]), _bytes(book[8:]))
-        unpack = assembly(self.dtype, self.each, self.mins is not None)
-        if book:
-            unpack = book_assembly(self.dtype, self.each, self.book)
+        unpack = "" if self.eight else self._assembly()
         return {
             "codes": self.codes, "ld_codes": self.codes.stride(0), "scales": self.scales, "mins": self.mins,
             "K": self.num_in, "ALL": self.num_out, "H": self.step, "EACH": self.each, "GROUPS": self.group > 0,
-            "EIGHT": self.eight, "LOW": low, "HIGH": high, "UNPACK": "" if self.eight else unpack,
+            "EIGHT": self.eight, "LOW": low, "HIGH": high, "UNPACK": unpack,
         }  # fmt: skip
 
 
@@ -392,7 +381,7 @@ def _twin(a: Arguments) -> None:
     rows = min(int(a.sizes[a.DIM]), a.most_rows)
     weight = _dense(a, a.x.dtype).float()
     spans = [(first, min(first + a.SPAN, a.K)) for first in range(0, a.K, a.SPAN)]
-    v = sum_of_spans([(a.x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
+    v = dense.sum_of_spans([(a.x[:rows, first:last].float(), weight[:, first:last]) for first, last in spans])
     a.out[:rows, : a.N] = finished(v, a.bias, a.residual, a.N, a.ACT, a.GATED)
 
 
@@ -434,7 +423,7 @@ def suits(config: Config, weight: PackedCodes, gated: bool) -> bool:
     spills on sm_100 or sm_120, which is known from compiling all with Triton 3.6 (3.7 spills fewer)."""
     rows, columns = config.tiles["BR"], config.tiles["BN"]
     if (rows, columns, config.num_warps) == (64, 128, 4):
-        return gated and not weight.book  # its halves are done in turn; one tile of 128 columns spills
+        return gated and weight.book != "e2m1"  # its halves are done in turn; one tile of 128 columns spills
     if weight.eight:
         spills = columns == 128 and rows in ((32,) if gated else (16, 64))
     elif weight.book and weight.step == WIDEST:
@@ -454,7 +443,10 @@ def default(weight: PackedCodes, num_rows: int, gated: bool) -> Config:
 
 def scratch_numbers(weight: PackedCodes, num_rows: int, config: Config, num_whole: int = 0) -> tuple[int, int]:
     """Return how many numbers `Scratch.partial` and `Scratch.arrived` must hold for a launch."""
-    tiles, spans = num_tiles(weight.num_out, num_rows, config), num_spans(num_whole or weight.num_out, weight.num_in)
+    tiles, spans = (
+        num_tiles(weight.num_out, num_rows, config),
+        dense.num_spans(num_whole or weight.num_out, weight.num_in),
+    )
     return (tiles * spans * config.tiles["BR"] * config.tiles["BN"], tiles) if spans > 1 else (0, 0)
 
 
@@ -497,7 +489,7 @@ def linear_codes(
         ]  # fmt: skip
     config = config or default(weight, num_rows, gated)
     needed = scratch_numbers(weight, num_rows, config, num_whole)
-    items = num_tiles(num_out, num_rows, config) * num_spans(num_whole or num_out, num_in)
+    items = num_tiles(num_out, num_rows, config) * dense.num_spans(num_whole or num_out, num_in)
     values = arguments(
         x, num_out, out, sizes, dim, num_rows, needed, scratch, bias, residual, activation, gated, num_whole
     )

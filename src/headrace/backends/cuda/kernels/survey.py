@@ -58,7 +58,7 @@ def _highest(
 
 
 @triton.jit
-def _draw_part(x, token, logits, greatest, temperature, floor, seed, position, part, BLOCK: tl.constexpr):
+def draw_part(x, token, logits, greatest, temperature, floor, seed, position, part, BLOCK: tl.constexpr):
     """-> the greatest sum of scaled logit and noise in a part of a row, its token, and the next sum if it is near."""
     c0, c1, c2, c3 = philox(part * (BLOCK // 2) + tl.arange(0, BLOCK // 2), seed, position)
     noise = tl.interleave(near_gumbel(c0, c1), near_gumbel(c2, c3))
@@ -147,7 +147,7 @@ def _survey(
         second = tl.full([], float("-inf"), tl.float64)
         winner = tl.min(tl.where(x.to(tl.float64) == best, token, INT32_MAX), 0)
         if (flags & 1) == 1:
-            best, winner, second = _draw_part(
+            best, winner, second = draw_part(
                 x, token, logits, greatest, temperature, floor, seed, position, part, BLOCK
             )
         tl.store(sums + at, best)
