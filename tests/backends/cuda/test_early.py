@@ -40,7 +40,7 @@ def test_an_early_kernel_waits_for_the_one_ahead_before_it_reads() -> None:
 
 def test_buckets_of_few_rows_begin_early_on_hopper_alone(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(each.arguments.get("EARLY") for each in launches(tape, 1))
-    monkeypatch.setattr(tape, "_starts_early", True)
+    monkeypatch.setattr(tape, "starts_early", True)
     for rows, is_early in ((1, True), (EARLY_ROWS, True), (EARLY_ROWS + 1, False)):
         names = {each.kernel.name for each in launches(tape, rows) if each.arguments.get("EARLY")}
         assert ({"_linear", "_norm", "_rope_store", "_attention", "_gather", "_best"} <= names) == is_early

@@ -75,7 +75,7 @@ class Tape:
     ) -> None:
         self.nodes, self.step, self.dtype = graph.nodes, step, dtype
         self.gpu, self.num_programs, self._partials = gpu, num_programs, partials
-        self._starts_early = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= (9, 0)
+        self.starts_early = gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) >= (9, 0)
         self._outside = dict(outside)
         for buffer in outside:
             graph.drop(buffer)
@@ -107,7 +107,7 @@ class Tape:
         """Return the work of the nodes first ... last - 1 for a bucket of `most` rows of each dimension."""
         frame = Frame(self, most)
         work = [launch for node in self.nodes[first:last] for launch in BINDERS[node.op](frame, node)]
-        if not self._starts_early or most[ROWS] > EARLY_ROWS:
+        if not self.starts_early or most[ROWS] > EARLY_ROWS:
             return work
         return [each.early() if isinstance(each, Launch) else each for each in work]
 
