@@ -266,6 +266,8 @@ def test_a_stage_takes_nine_minutes_at_most() -> None:
 def test_stages_share_the_minutes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert program.end_of_stage(1000.0, 1000.0 + 3600) == 1000 + program.SECONDS
     assert program.end_of_stage(1000.0, 1000.0 + 90) == 1090 - program.GRACE
+    assert program.share_of_stage("prove", True, 1000.0, 1100.0) == 1045
+    assert program.share_of_stage("prove", False, 1000.0, 1100.0) == 1100
     args = argparse.Namespace(out=tmp_path, only="", toy=True, minutes=2.0)
     assert program.supervise("tune", args, time.time() + 5) == 0
     assert "tune: left out, the 2 minutes are over" in capsys.readouterr().out
