@@ -22,7 +22,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 
 TYPES = ("gemma3_text", "qwen3_5_text", "falcon_h1", "lfm2_moe", "deepseek_v3", "qwen3_5_text, states alone")
-ON_CUDA = ("lfm2",)
+ON_CUDA = ("lfm2", "qwen3_5_moe_text")
 NUM_BLOCKS = 96
 
 
@@ -129,6 +129,7 @@ def test_I_13_of_every_type_from_a_warm_prefix_and_after_preemption(model_type: 
     core.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ON_CUDA)
 def test_I_13_of_states_on_cuda(model_type: str, tmp_path: Path) -> None:
     """By the twins of the kernels, in chunks of at most 32 rows."""

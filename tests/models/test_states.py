@@ -3,7 +3,6 @@ and a start from a published state."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from headrace import models
 from headrace.backends.step import Chunks
 from headrace.engine.build import build_engine
 from headrace.protocol.config import EngineConfig
-from headrace.protocol.errors import CheckpointError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Request
 from headrace.runner.runner import Runner
@@ -29,16 +27,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "cpu, int8, cache of int8": {"backend": "cpu", "quantization": "int8", "kv_cache_dtype": "int8"},
     "cuda": {"backend": "cuda", "device": "cpu", "max_num_batched_tokens": 256},
 }
-NOT_ON_CUDA = {
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2_moe",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-}
-"""Types for whose operators the cuda backend has no kernels."""
 SHOWN = [name for name in WITH_STATES if "text_config" not in models.find(name).TINY]
 
 
@@ -51,15 +39,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module", params=FORMS)
 def runner(request: pytest.FixtureRequest, directory: Path) -> Runner:
-    if request.param == "cuda" and type_of(directory) in NOT_ON_CUDA:
-        with pytest.raises(CheckpointError, match="backend cuda has no kernels for"):
-            load(directory, block_size=8, **FORMS[request.param])
-        pytest.skip("the cuda backend refuses it")
     return load(directory, block_size=8, **FORMS[request.param])
-
-
-def type_of(directory: Path) -> str:
-    return str(json.loads((directory / "config.json").read_text())["model_type"])
 
 
 def computed(runner: Runner, chunks: Chunks) -> torch.Tensor:
@@ -139,8 +119,6 @@ def test_a_step_without_slots_is_refused(runner: Runner) -> None:
 
 
 def test_cuda_gives_the_logits_of_torch_ref(directory: Path) -> None:
-    if type_of(directory) in NOT_ON_CUDA:
-        pytest.skip("the cuda backend refuses it")
     token_ids = random_ids(LENGTH, 199, 7)
     mine, reference = (
         follow(load(directory, block_size=8, dtype="float32", **FORMS[name]), token_ids, [60, 30])
