@@ -6,6 +6,7 @@ Knows values, nodes and kernels; must not know models. Called by models through 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -34,8 +35,9 @@ class Frame(Protocol):
 class CudaRecurrentOps:
     """`states.RecurrentOps`, as nodes."""
 
+    @abstractmethod
     def _put(self, op: str, width: int, dim: int, item_bytes: int = 0, **fields: Any) -> Value:
-        raise NotImplementedError
+        """Put a node, as `CudaOps` does."""
 
     def softplus(
         self, x: Value, bias: Tensor, factor: Tensor | None = None, low: float = 0.0, high: float = math.inf
