@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.backends.cuda import tuned
-from headrace.backends.cuda.kernels import attention, linear, linear_ws
+from headrace.backends.cuda.kernels import attention, linear, linear_codes, linear_ws
 from headrace.backends.cuda.kernels.linear import KERNEL
 
 CONFIGS = KERNEL.configs
@@ -60,6 +60,8 @@ def suited(kernel: str, shape: str) -> set[str]:
         types = [getattr(torch, word) for word in words]
         chosen = attention.FEW if kernel == "attention few" else attention.MANY
         return {config.name for config in attention.configs(chosen, heads, kv_heads, int(head_dim), *types)}
+    if kernel == "_linear_codes":
+        return {config.name for config in linear_codes.KERNEL.configs if config.fits(90)}
     assert kernel in ("_linear", "_linear_ws"), "say here which configs suit"
     assert words[0] == "bfloat16", "say here which configs suit"
     weight = torch.empty(*map(int, size.split("x")), dtype=torch.bfloat16, device="meta")
