@@ -101,6 +101,17 @@ def test_the_kernel_draws_the_samplers_tokens(draw: Draw, masked: bool) -> None:
         assert all(margin > MARGIN for margin, each in zip(margins, draws, strict=True) if each.temperature > 0)
 
 
+def test_rows_without_cuts_are_drawn_as_by_the_sampler() -> None:
+    """Most winners lie far below the likeliest token, and in either part of a row."""
+    x = 3 * torch.randn(24, HARD, generator=torch.Generator().manual_seed(8))
+    floors = (-float("inf"), -float("inf"), -6.0)
+    draws = [Draw((0.7, 1.0, 2.5)[i % 3], floor=floors[i % 3], seed=i * 2**33 + 1, position=i) for i in range(24)]
+    reference = [expected(x[i].numpy(), each) for i, each in enumerate(draws)]
+    behind = [float(x[i].max() - x[i, token]) / draws[i].temperature for i, token in enumerate(reference)]
+    assert sum(each > 3 for each in behind) > 5
+    assert run(x, draws, "interpreted", block=512)[0] == reference
+
+
 def test_no_allowed_token_is_reported() -> None:
     x = rows()[:1]
     nothing = np.zeros(-(-WIDTH // 32), np.uint32)
