@@ -24,7 +24,8 @@ from headrace.backends.states import DeltaInputs, ScanInputs, StateHeads
 LENGTH, SLOTS = 7, 7
 CASES = "conv", "short conv", "delta", "delta by channel", "scan", "scan without d"
 HEADS = StateHeads(num_heads=2, num_key_heads=1, key_dim=5, value_dim=6)
-WIDE = StateHeads(num_heads=1, num_key_heads=1, key_dim=5, value_dim=11)
+WIDE = StateHeads(num_heads=1, num_key_heads=1, key_dim=37, value_dim=11)
+"""A key in several parts, the last of them short."""
 TILED = StateHeads(num_heads=4, num_key_heads=2, key_dim=3, value_dim=3, tiled=True)
 
 
