@@ -21,6 +21,7 @@ ROWS, SEQS, LOGITS, PAIRS, OWN_PAIRS = 0, 1, 2, 3, 4
 of its experts, OWN_PAIRS the pairs of one rank's experts: operators write both numbers during the step."""
 
 ALIGN = 64
+ALIASED = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +123,10 @@ class Graph:
     def value(self, width: int, dim: int, item_bytes: int = 0) -> Value:
         """Return a new value that the next node fills. `item_bytes` 0: as many as the graph's."""
         item_bytes = item_bytes or self.item_bytes
-        value = Value(self, self.buffer(item_bytes * width, dim), width, item_bytes)
+        row_bytes = item_bytes * width
+        if row_bytes % ALIASED == 0:  # rows that alias in a cache drive each other out of it
+            row_bytes += 3 * ALIGN
+        value = Value(self, self.buffer(row_bytes, dim), width, item_bytes)
         self.values.append(value)
         return value
 
