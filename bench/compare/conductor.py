@@ -6,6 +6,7 @@ short, the process that is needed last is closed. A disturbed sample is measured
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +16,11 @@ from typing import Any
 import psutil
 
 from bench.compare import figures, limits, serve
-from bench.compare.disturbance import is_disturbed, until_undisturbed
+from bench.compare.disturbance import best_pace, is_disturbed, until_undisturbed
 from bench.compare.environments import OURS, PEERS, Workshop
 from bench.compare.plan import WORKS, Contender, Turn, hopeless, next_use
 from bench.compare.shapes import SHAPES, Shape
-from bench.compare.workers import Watch, Worker, WorkerError, first_token, wait_until_quiet
+from bench.compare.workers import Conditions, Worker, WorkerError, first_token, wait_until_quiet
 from bench.peers.protocol import NUM_CONTEXT, NUM_DEEP
 
 LOAD_SECONDS = 300.0
@@ -56,11 +57,15 @@ class Journal:
 
     def done(self) -> set[tuple[int, str, str, str, str]]:
         """(round, shape, work, peer, quant) of every turn that failed or has an undisturbed sample."""
+        best = self.best_pace()
         return {
             (s["round"], s["shape"], s["work"], s["peer"], s["quant"])
             for s in self.samples
-            if "peer" in s and ("error" in s or not is_disturbed(s))
+            if "peer" in s and ("error" in s or not is_disturbed(s, best))
         }
+
+    def best_pace(self) -> float:
+        return best_pace(self.samples)
 
 
 class Conductor:
@@ -150,16 +155,16 @@ class Conductor:
         return ""
 
     def _limits(self) -> None:
-        for sample in until_undisturbed(self._probe, self._num_tries):
+        for sample in until_undisturbed(self._probe, self._num_tries, self._journal.best_pace):
             self._journal.add(sample)
         rates = ", ".join(f"{name} {sample[name]:.3g}" for name in ("bandwidth", "int8") if name in sample)
         self._say(f"limits: {rates or sample['error']} (others {sample['foreign']:.1%})")
 
     def _probe(self) -> dict[str, Any]:
         wait_until_quiet(self._quiet_seconds)
-        watch = Watch()
+        conditions = Conditions()
         rates = limits.probe(self._workshop.environment(PEERS[OURS]), seconds=0.4)
-        return {"work": "limits", **rates, "foreign": round(watch.share(), 4)}
+        return {"work": "limits", **rates, **conditions.facts()}
 
     def _turn(self, turn: Turn, coming: Sequence[Turn]) -> str:
         """Measure until a sample is undisturbed, write every sample to the journal, and return the line to say."""
@@ -173,7 +178,8 @@ class Conductor:
         start = time.monotonic()
         samples: list[dict[str, Any]] = []
         try:
-            for sample in until_undisturbed(lambda: self._measure(turn, SHAPES[turn.shape], coming), self._num_tries):
+            measure = functools.partial(self._measure, turn, SHAPES[turn.shape], coming)
+            for sample in until_undisturbed(measure, self._num_tries, self._journal.best_pace):
                 samples.append({**base, **sample})
                 self._journal.add(samples[-1])
                 if (time.monotonic() - start) / len(samples) > self._left():
@@ -187,8 +193,10 @@ class Conductor:
         finally:
             self._durations[turn.shape, turn.work, turn.contender] = (time.monotonic() - start) / max(1, len(samples))
         last = samples[-1]
-        if is_disturbed(last):
-            return f"disturbed {len(samples)} times, no figure: others took {last['foreign']:.0%}"
+        best = self._journal.best_pace()
+        if is_disturbed(last, best):
+            pace = f", {last['pace'] / best:.0%} of the best pace" if "pace" in last else ""
+            return f"disturbed {len(samples)} times, no figure: others took {last['foreign']:.0%}{pace}"
         again = f" ({len(samples) - 1} disturbed before)" if len(samples) > 1 else ""
         return f"{last['value']:.4g} {WORKS[turn.work].unit}{again}"
 
@@ -207,18 +215,18 @@ class Conductor:
                 _checked(worker.ask(seconds, work=turn.work, warm=True))
                 worker.warm.add(turn.work)
             wait_until_quiet(self._quiet_seconds)
-            watch = Watch(worker.process.pid)
+            conditions = Conditions(worker.process.pid)
             reply = _checked(worker.ask(seconds, work=turn.work))
         except WorkerError:
             if worker.process.poll() is not None:
                 self._workers.pop(turn.worker, None)
             raise
-        foreign = watch.share()
+        facts = conditions.facts()
         self._peaks[turn.worker] = max(self._peaks.get(turn.worker, 0.0), reply["peak_rss_mib"] * 2.0**20)
         if kind == "memory":
             self._close(turn.worker)
-        details = {name: worker.ready.get(name) for name in ("weight_bytes", "load_s")}
-        return {**details, **reply, "foreign": round(foreign, 4)}
+        details = {name: worker.ready.get(name) for name in ("weight_bytes", "load_s", "instructions")}
+        return {**details, **reply, **facts}
 
     def _first_token(self, turn: Turn, shape: Shape, seconds: float) -> dict[str, Any]:
         peer = PEERS[turn.contender.peer]
@@ -228,9 +236,9 @@ class Conductor:
             first_token(command, self._workshop.environment(peer), log, seconds)
             self._started.add(turn.worker)
         wait_until_quiet(self._quiet_seconds)
-        watch = Watch()
+        conditions = Conditions()
         reply = first_token(command, self._workshop.environment(peer), log, seconds)
-        return {**reply, "foreign": round(watch.share(), 4)}
+        return {**reply, **conditions.facts()}
 
     def _worker(self, turn: Turn, shape: Shape, coming: Sequence[Turn]) -> Worker:
         key = turn.worker

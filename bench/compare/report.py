@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.compare import figures
-from bench.compare.disturbance import FOREIGN_LIMIT, Sample
+from bench.compare.disturbance import FOREIGN_LIMIT, PACE_LIMIT, Sample
 from bench.compare.environments import OURS
 from bench.compare.figures import Figure, Row
 from bench.compare.plan import WORKS
@@ -27,6 +27,14 @@ def number(value: float, unit: str) -> str:
     if unit == "MiB":
         return f"{value:,.0f} MiB"
     return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+
+
+def spread(figure: Figure, unit: str) -> str:
+    """A median, and of several samples the least and the greatest."""
+    median, low, high = (
+        number(value, unit).removesuffix(f" {unit}") for value in (figure.value, figure.low, figure.high)
+    )
+    return f"{median} ({f'{low} to {high}' if figure.count > 1 else 'n=1'}) {unit}"
 
 
 def labelled(figure: Figure | None, unit: str, disturbed: bool) -> str:
@@ -77,17 +85,18 @@ def table(shape: Shape, rows: Sequence[Row], title: str) -> Table:
 
 
 def medians(shape: Shape, samples: Sequence[Sample]) -> Table:
-    """Medians of all contenders at all works, and how many of each one's samples were disturbed."""
+    """Medians of all contenders at all works between their least and greatest, and how many of each one's samples were
+    disturbed."""
     counts = figures.tallies(samples, shape.name)
     works = [work for work in WORKS if any(tally.work == work for tally in counts)]
     cells = {(tally.contender, tally.work): "disturbed" for tally in counts}
     for work in works:
         for figure in figures.figures(samples, shape.name, work):
-            text = number(figure.value, WORKS[work].unit).removesuffix(" tok/s")
-            cells[figure.contender, work] = text + (f" (n={figure.count})" if figure.count < 3 else "")
+            cells[figure.contender, work] = spread(figure, WORKS[work].unit).removesuffix(" tok/s")
     grid = Table(
-        title=f"{shape.name}: medians (tok/s unless said). Disturbed: samples in which others took over "
-        f"{FOREIGN_LIMIT:.0%} of the CPU; no median has them",
+        title=f"{shape.name}: medians, least to greatest (tok/s unless said). Disturbed: samples in which others "
+        f"took over {FOREIGN_LIMIT:.0%} of the CPU, or slowed it below {PACE_LIMIT:.0%} of its best pace; no median "
+        "has them",
         title_justify="left",
     )
     grid.add_column("")
@@ -103,6 +112,8 @@ def medians(shape: Shape, samples: Sequence[Sample]) -> Table:
 def show(console: Console, shape: Shape, samples: Sequence[Sample], title: str) -> None:
     console.print(table(shape, figures.rows(shape, samples), title))
     console.print(medians(shape, samples))
+    for peer, instructions in figures.instructions(samples, shape.name).items():
+        console.print(f"instructions, {peer}: {instructions}", markup=False)
     for name, unit in LIMITS.items():
         most = figures.limit(samples, name)
         reason = next((str(s["error"]) for s in samples if s.get("work") == "limits" and "error" in s), "not measured")
@@ -118,6 +129,7 @@ def as_json(shape: Shape, samples: Sequence[Sample], head: Mapping[str, Any]) ->
         **head,
         "model": dataclasses.asdict(shape),
         "limits": {name: figures.limit(samples, name) for name in LIMITS},
+        "instructions": figures.instructions(samples, shape.name),
         "rows": [_row_json(row) for row in figures.rows(shape, samples)],
         "disturbed": [
             {**dataclasses.asdict(tally), "contender": str(tally.contender)}

@@ -23,7 +23,7 @@ import httpx
 from bench.compare.environments import OURS, PEERS, Workshop, last_words
 from bench.compare.plan import Contender
 from bench.compare.shapes import Shape
-from bench.compare.workers import Watch, WorkerError
+from bench.compare.workers import Conditions, WorkerError
 from bench.peers import headrace_
 from bench.peers.protocol import FIRST_ID, NUM_NEW, NUM_PROMPT, Job
 from bench.tied import tied
@@ -104,13 +104,13 @@ def measure(workshop: Workshop, shape: Shape, contender: Contender, seconds: flo
             base_url=url, endpoint="/v1/completions", model=name, extra_body=body, timeout=seconds
         )
         asyncio.run(bench_serve.run(target, samples(shape.vocab, 2, 8, noise), ServePlan()))
-        watch = Watch(pid)
+        conditions = Conditions(pid)
         timelines, wall_seconds = asyncio.run(
             bench_serve.run(target, samples(shape.vocab, NUM_STREAMS, NUM_NEW, noise), ServePlan())
         )
-        foreign = watch.share()
+        facts = conditions.facts()
     errors = [timeline.error for timeline in timelines if timeline.error]
     num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
     if errors or num_tokens != NUM_STREAMS * NUM_NEW:
         raise WorkerError(errors[0] if errors else f"{num_tokens} tokens came of {NUM_STREAMS * NUM_NEW}")
-    return {"value": num_tokens / wall_seconds, "seconds": wall_seconds, "foreign": foreign}
+    return {"value": num_tokens / wall_seconds, "seconds": wall_seconds, **facts}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from bench.compare.disturbance import FOREIGN_LIMIT
@@ -171,6 +172,30 @@ class Watch:
             with contextlib.suppress(psutil.NoSuchProcess):
                 seconds += sum(process.cpu_times()[:2])
         return seconds
+
+
+def pace(seconds: float = 0.06) -> float:
+    """Products of float32 matrices of 384 by 384 in a second, on the threads of numpy's library."""
+    matrix = np.full((384, 384), 0.5, np.float32)
+    matrix @ matrix
+    start, turns = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        matrix @ matrix
+        turns += 1
+    return turns / (time.perf_counter() - start)
+
+
+class Conditions:
+    """What a sample is judged by (`bench.compare.disturbance`): what others take while it is measured, and the pace."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self._pace = pace()
+        self._watch = Watch(pid)
+
+    def facts(self) -> dict[str, float]:
+        """`foreign` and `pace`, at the end of the measurement."""
+        foreign = self._watch.share()
+        return {"foreign": round(foreign, 4), "pace": round(min(self._pace, pace()), 1)}
 
 
 def wait_until_quiet(seconds: float) -> bool:

@@ -47,6 +47,9 @@ class Headrace:
         self._params = headrace.SamplingParams
         self._llm = headrace.LLM(job.model, **fields(job))
         self.weight_bytes: int | None = packed_bytes(Path(job.model))
+        from headrace.backends.native import require_native
+
+        self.instructions = ", ".join(sorted(set(require_native().served("").values())))
 
     def prepare(self, num_seqs: int, length: int) -> None: ...
 

@@ -35,6 +35,7 @@ class LlamaCpp:
         self._model: Any = llama_cpp.llama_model_load_from_file(job.model.encode(), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp could not load {job.model}")
+        self.instructions = llama_cpp.llama_print_system_info().decode()
         self.weight_bytes: int | None = os.path.getsize(job.model)
         self._context: Any = None
         self._batch: Any = None

@@ -30,6 +30,10 @@ class OpenVINO:
         scheduler.enable_prefix_caching = job.prefix_caching
         properties = {"INFERENCE_NUM_THREADS": job.threads}
         self._pipe: Any = openvino_genai.ContinuousBatchingPipeline(job.model, scheduler, "CPU", properties)
+        capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+        amx = ", AMX in the processor" if cpu and "amx_int8" in cpu[0] else ""
+        self.instructions = f"precisions {', '.join(capabilities)}{amx}"
         self.weight_bytes: int | None = (Path(job.model) / "openvino_model.bin").stat().st_size
 
     def prepare(self, num_seqs: int, length: int) -> None: ...

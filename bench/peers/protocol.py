@@ -4,7 +4,7 @@ The works are defined here, once, in terms of `Engine.generate`, so that all eng
 environments: the standard library only. `bench.compare.workers` is at the other end.
 
     job   one argument, JSON: the fields of `Job`
-    ready {"load_s": s, "weight_bytes": n | null, "versions": {...}}
+    ready {"load_s": s, "weight_bytes": n | null, "instructions": "...", "versions": {...}}
     ask   {"work": "decode"}             or {"work": "decode", "warm": true}: the same, shorter, to wake everything
     reply {"value": v, "seconds": s, "peak_rss_mib": n, ...details}     or {"error": "..."}
 """
@@ -55,9 +55,11 @@ class Job:
 
 class Engine(Protocol):
     """A loaded model. `generate` completes all prompts together, greedily, each to exactly `num_new` tokens, and
-    returns how many tokens it made."""
+    returns how many tokens it made. `instructions`: the engine's own word for the instruction sets that it
+    uses here."""
 
     weight_bytes: int | None
+    instructions: str
 
     def prepare(self, num_seqs: int, length: int) -> None:
         """Make room for so many sequences of at most `length` tokens; not timed."""
@@ -160,6 +162,14 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return versions_by_name
 
 
+def torch_instructions() -> str:
+    """What torch dispatches to, and whether oneDNN may use AMX."""
+    import torch
+
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return torch.backends.cpu.get_cpu_capability() + (", AMX" if amx else "")
+
+
 def first_prompt(vocab: int) -> list[int]:
     return [FIRST_ID + 7919 * i % (vocab - FIRST_ID) for i in range(NUM_FIRST)]
 
@@ -183,8 +193,8 @@ def main(load: Callable[[Job], Engine], convert: Callable[[Job], None], packages
         replies.flush()
         os._exit(0)  # the rest is not measured
     works = Works(engine, job.vocab)
-    ready = {"load_s": loaded, "weight_bytes": engine.weight_bytes, "versions": versions(packages)}
-    replies.write(json.dumps(ready) + "\n")
+    facts = {"weight_bytes": engine.weight_bytes, "instructions": engine.instructions}
+    replies.write(json.dumps({"load_s": loaded, **facts, "versions": versions(packages)}) + "\n")
     for number in itertools.count():
         line = sys.stdin.readline()
         if not line:

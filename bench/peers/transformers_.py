@@ -19,6 +19,7 @@ class Transformers:
         model: Any = AutoModelForCausalLM
         self._model = model.from_pretrained(job.source, dtype=dtype).eval()
         # A tied head is one parameter, and read once for each token.
+        self.instructions = protocol.torch_instructions()
         self.weight_bytes: int | None = sum(p.numel() * p.element_size() for p in self._model.parameters())
 
     def prepare(self, num_seqs: int, length: int) -> None: ...

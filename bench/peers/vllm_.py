@@ -41,6 +41,7 @@ class VLLM:
             enforce_eager=True,
             disable_log_stats=True,
         )
+        self.instructions = protocol.torch_instructions()
 
     def prepare(self, num_seqs: int, length: int) -> None: ...
 

@@ -202,7 +202,7 @@ def test_a_disturbed_peer_may_be_the_best_one() -> None:
     """The ratio to another peer is then no success, but it can be a failure: a faster peer only lowers it."""
     other = Contender("llama-cpp-python", "Q4_0")
     samples = [
-        LIMITS,
+        LIMITS | {"int8": 0.2},
         sample(PEER4, "batch8", 20.0),
         sample(other, "batch8", 1.0, foreign=0.3),
         sample(OURS4, "batch8", 50.0),
@@ -272,7 +272,7 @@ def test_prefill_and_batches_against_the_integer_peak() -> None:
     rows = NUM_PROMPT + NUM_NEW - 1
     each = 2 * (rows * L1B.layer_weights + NUM_NEW * L1B.head_weights) / NUM_NEW
     assert batch.share == pytest.approx(each * 130 / 1.2e12)
-    assert batch.met is None, "no peer was measured"
+    assert batch.met is False, "half of the peak is too little, whatever a peer has"
 
 
 def test_rows_that_are_about_headrace_alone() -> None:
@@ -366,7 +366,7 @@ def test_the_table_tells_figures_ratios_and_failures() -> None:
     ]
     text = printed(samples)
     [line] = [line for line in text.splitlines() if "decode, one stream, int4" in line]
-    for part in ("onnxruntime-genai int4 20.0 tok/s", "int4 30.0 tok/s", "1.50×", "≥ 1.45×", "≥ 88% of bandwidth"):
+    for part in ("onnxruntime-genai int4 20.0 tok/s", "int4 30.0 tok/s", "1.50×", "≥ 1.5×", "≥ 90% of bandwidth"):
         assert part in line
     assert "not measured" in next(line for line in text.splitlines() if "prefill 512" in line)
     assert "failed: vllm w8a8 at decode: no [wheel]" in text
