@@ -55,6 +55,8 @@ struct Block {
     float *d, *m; /* [run][32] */
     int64_t runs;
     bool first, last; /* of the row */
+    const uint8_t* next; /* stored weights that are fetched while it is used, `share` bytes with each run */
+    int64_t share;
 };
 
 /* A tile of rows: what it is multiplied with, and where it goes. */
@@ -102,14 +104,16 @@ HR_INLINE void store_half(Sums& to) {
     store_tile<2 * half>(to[2 * half], HR_LINE), store_tile<2 * half + 1>(to[2 * half + 1], HR_LINE);
 }
 
-/* A run of a tile of rows by a panel: its first half to `to`, and the second half of the run before, if any, to `before`. */
-HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, Sums& to, Sums* before) {
+/* A run of a tile of rows by a panel: its first half to `to`, and the second half of the run before, if any, to `before`.
+ * `both`: the tile has rows in its second half. */
+HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, bool both, Sums& to, Sums* before) {
     zero_tile<0>(), zero_tile<1>();
     for (int64_t k = 0; k < c.run; k += c.chunk, w += c.chunk * HR_PANEL, a += c.chunk * ROWS) {
         load_tile<4>(a, c.chunk), load_tile<6>(w, 2 * HR_LINE);
         multiply_tiles<0, 4, 6>();
         load_tile<7>(w + HR_LINE, 2 * HR_LINE);
         multiply_tiles<1, 4, 7>();
+        if (!both) continue;
         if (k == 0) {
             if (before) store_half<1>(*before);
             zero_tile<2>(), zero_tile<3>();
@@ -122,13 +126,16 @@ HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, Su
 
 /* A tile of rows by a block. */
 template <int mode>
-static void multiply_block(const Block& block, const Cut& c, const TileOfRows& t, Sums* sums) {
+static void multiply_block(Block& block, const Cut& c, const TileOfRows& t, Sums* sums) {
+    const bool both = t.rows > TILE;
     for (int64_t i = 0; i < block.runs;) {
         const int runs = (int)at_most(c.step, block.runs - i);
-        for (int j = 0; j < runs; j++)
-            multiply_run((const uint8_t*)block.codes + (i + j) * c.run_bytes, t.codes + (i + j) * c.run * ROWS, c, sums[j],
-                         j ? &sums[j - 1] : nullptr);
-        store_half<1>(sums[runs - 1]);
+        for (int j = 0; j < runs; j++) {
+            for (int64_t n = block.share; n > 0; n -= HR_LINE, block.next += HR_LINE) __builtin_prefetch(block.next, 0, 2);
+            multiply_run((const uint8_t*)block.codes + (i + j) * c.run_bytes, t.codes + (i + j) * c.run * ROWS, c, both, sums[j],
+                         j && both ? &sums[j - 1] : nullptr);
+        }
+        if (both) store_half<1>(sums[runs - 1]);
         switch (runs) {
             case 1: add_runs<mode, 1>(sums, block, t, i); break;
             case 2: add_runs<mode, 2>(sums, block, t, i); break;
@@ -169,15 +176,13 @@ static void open_block(const Linear& p, const Cut& c, const uint8_t* w, int64_t 
         const uint8_t* from = header + p.l.header;
         int8_t* out = to.codes + (g - first) * subs * c.run_bytes;
         const __m512i table = kind == HR_CODES_BOOK ? book_of(p.book) : _mm512_setzero_si512();
-        for (int64_t o = 0; o < octs; o += step_octs(kind), from += step_bytes(kind)) {
-            for (int64_t i = 0; i < step_bytes(kind); i += HR_LINE) __builtin_prefetch(from + 8192 + i, 0, 2);
+        for (int64_t o = 0; o < octs; o += step_octs(kind), from += step_bytes(kind))
             for (int half = 0; half < step_octs(kind); half++, out += 4 * HR_LINE) {
                 __m512i x[4];
                 if (kind == HR_CODES_8) _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) x[i] = line(from + HR_LINE * i);
                 else wide<kind>(from, half, table, x);
                 _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) _mm512_store_si512(out + HR_LINE * i, _mm512_sub_epi8(x[i], offset));
             }
-        }
     }
 }
 
@@ -259,6 +264,9 @@ static void on_tiles(const Linear& p, const Cut& c, HrTask* task) {
         const uint8_t* w = p.weights + panel * p.l.panel_bytes;
         for (int64_t g = 0; g < p.l.groups; g += groups, w += groups * p.l.group_bytes) {
             open_block<mode, kind>(p, c, w, g, at_most(p.l.groups, g + groups), block);
+            block.next = w + groups * p.l.group_bytes;
+            const int64_t times = block.runs * ((rows + ROWS - 1) / ROWS);
+            block.share = (groups * p.l.group_bytes / times + HR_LINE - 1) / HR_LINE * HR_LINE;
             for (int64_t r = 0; r < rows; r += ROWS, a += block.runs * (c.run + (with_min(mode) ? 8 : 4)) * ROWS) {
                 const int n = (int)at_most(ROWS, rows - r);
                 if (block.last) fetch_rows(p, row + r, n, panel);
