@@ -20,7 +20,7 @@ from headrace.protocol.errors import CheckpointError, ContextLengthError, Reques
 
 LENGTHS = (1, 2, 40, 129, 300, 512)
 POOLINGS = ("cls", "mean", "last")
-TYPES = [name for name in models.encoder_names() if name != "new"]
+TYPES = [name for name in models.encoder_names() if name not in ("new", "jina-bert-v2")]
 
 
 def save(name: str, directory: Path, first_layout: bool = True, **sizes: Any) -> Any:

@@ -54,6 +54,12 @@ ENCODERS = (
         f"all-mpnet-base-v2, multi-qa-mpnet; {NO_CUDA_BIAS}",
         (ENCODER_TESTS[0], "encoders:test_biases_by_distance_at_every_length"),
     ),
+    Row(
+        "jina-bert-v2",
+        "partly",
+        f"jina-embeddings-v2-base and -small, by an oracle written from the papers; {NO_CUDA_BIAS}",
+        ("jina:test_vectors_are_those_of_the_papers", "jina:test_other_forms_are_refused"),
+    ),
     Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {TWINS}", ENCODER_TESTS[:2]),
     Row(
         "nomic_bert",
