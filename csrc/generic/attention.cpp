@@ -150,15 +150,16 @@ struct State {
     float *q, *s, *acc, *m, *l, *alpha;
     float *q_sum, *b; /* what the least of each key, and of each value, counts (HR_I4) */
     int32_t *lo, *hi;
+    const float** bias;      /* of the span's first key, if there are any */
     float *factor, *step;    /* of the scores, and of the weights' codes (HR_I8_DOT) */
     int32_t *words, *added;  /* the codes of q, and what the keys' 128 adds to their sums */
     uint8_t* codes;          /* of weights, [HR_SPAN] each */
 };
 
-/* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. */
+/* Scores of 16 keys as the softmax takes them; those outside lo ... hi - 1 are as low as can be. bias: of the span, if any. */
 template <class K>
-HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, V factor, float q_sum, int t,
-                            int lo, int hi) {
+HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const float* s, V factor, float q_sum,
+                            const float* bias, int t, int lo, int hi) {
     V x = load(s + t * 16);
     if constexpr (K::scaled)
         x = mul(x, mul(factor, K::scale(span.k_scale[t])));
@@ -169,6 +170,7 @@ HR_INLINE V finished_scores(const HrArgs_attention* a, const Span& span, const f
         const V cap = set1((float)a->softcap);
         x = mul(cap, tanh(div(x, cap)));
     }
+    if (bias) x = add(x, load_n(bias + t * 16, least(16, hi - t * 16)));
     if (t * 16 + 16 > hi) x = select(first_n(hi - t * 16), x, set1(-__builtin_inff()));
     if (t * 16 < lo) x = select(first_n(lo - t * 16), set1(-__builtin_inff()), x);
     return x;
@@ -182,7 +184,8 @@ struct Sums {
 
 /* Scores -> weights (times v_scale where there is one), and in *best the greatest score so far. */
 template <class K>
-Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, float q_sum, int lo, int hi, float* best) {
+Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, float q_sum, const float* bias, int lo, int hi,
+             float* best) {
     V top = set1(-__builtin_inff()), sum = zero(), least = zero(), most = zero(), bad = zero();
     auto note = [&](V w) { most = max(most, w), bad = fma(w, zero(), bad); };
     auto sums = [&] {
@@ -190,11 +193,11 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, fl
         if constexpr (K::dot) greatest = bits(le(bad, zero())) == 0xffff ? hmax(most) : __builtin_nanf("");
         return Sums{hsum(sum), K::type == HR_I4 ? hsum(least) : 0.0f, greatest};
     };
-    if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0)) { /* nearly always: scores stay in registers */
+    if (lo == 0 && hi == HR_SPAN && !(a->softcap > 0) && !bias) { /* nearly always: scores stay in registers */
         V x[SPAN_TILES];
 #pragma GCC unroll 8
         for (int t = 0; t < SPAN_TILES; t++) {
-            x[t] = finished_scores<K>(a, span, s, factor, q_sum, t, 0, HR_SPAN);
+            x[t] = finished_scores<K>(a, span, s, factor, q_sum, nullptr, t, 0, HR_SPAN);
             top = max(top, x[t]);
         }
         float highest = hmax(top);
@@ -213,7 +216,7 @@ Sums weights(const HrArgs_attention* a, const Span& span, float* s, V factor, fl
     }
     const int first = lo / 16, last = (hi + 15) / 16;
     for (int t = first; t < last; t++) {
-        V x = finished_scores<K>(a, span, s, factor, q_sum, t, lo, hi);
+        V x = finished_scores<K>(a, span, s, factor, q_sum, bias, t, lo, hi);
         store(s + t * 16, x);
         top = max(top, x);
     }
@@ -288,7 +291,8 @@ void softmax(const HrArgs_attention* a, const Span& span, State& st, int64_t bas
         int64_t n = base + i;
         best[i] = st.m[n], sums[i] = 0.0f;
         if (st.lo[n] < st.hi[n]) {
-            Sums totals = weights<K>(a, span, st.s + n * LD_S, set1(st.factor[n]), st.q_sum[n], st.lo[n], st.hi[n], best + i);
+            Sums totals = weights<K>(a, span, st.s + n * LD_S, set1(st.factor[n]), st.q_sum[n], st.bias[n], st.lo[n], st.hi[n],
+                                     best + i);
             sums[i] = totals.w, leasts[i] = totals.least;
             if constexpr (K::dot) weight_codes(st, n, totals.top);
         } else if constexpr (K::dot) {
@@ -385,6 +389,7 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
     st.m = scratch.take<float>(combos), st.l = scratch.take<float>(combos), st.alpha = scratch.take<float>(combos);
     st.q_sum = scratch.take<float>(combos), st.b = scratch.take<float>(combos);
     st.lo = scratch.take<int32_t>(combos), st.hi = scratch.take<int32_t>(combos);
+    st.bias = scratch.take<const float*>(combos);
     st.factor = scratch.take<float>(combos), st.step = scratch.take<float>(combos);
     st.words = scratch.take<int32_t>(K::dot ? combos * c.key_rows / 2 : 0);
     st.added = scratch.take<int32_t>(K::dot ? combos * 2 : 0);
@@ -435,7 +440,11 @@ bool attend(const HrArgs_attention* a, const Piece& piece, Work* work, Piece* ne
         for (int64_t r = 0; r < piece.rows; r++) {
             int32_t lo = (int32_t)most(0, low_of(a, start + r) - begin);
             int32_t hi = (int32_t)least(HR_SPAN, end_of(a, piece.chunk, start + r) - begin);
-            for (int64_t g = 0; g < piece.heads; g++) st.lo[r * piece.heads + g] = lo, st.hi[r * piece.heads + g] = hi;
+            for (int64_t g = 0; g < piece.heads; g++) {
+                const int64_t n = r * piece.heads + g, head = piece.kv_head * c.group + piece.head + g;
+                st.lo[n] = lo, st.hi[n] = hi;
+                st.bias[n] = a->bias ? a->bias + head * a->ld_bias + a->ld_bias / 2 + begin - (start + r) : nullptr;
+            }
         }
         if (!has_next && begin + 2 * HR_SPAN >= keys.last) {
             has_next = true, more = work->take(next_piece);

@@ -182,7 +182,8 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * next `ahead` positions that its chunk has. For one row and head, with q the query:
  *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
  *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
- *             lanes sum of q, .); softcap c > 0: c * tanh(score / c).
+ *             lanes sum of q, .); softcap c > 0: c * tanh(score / c). Where there is a bias [heads][ld_bias], at last +
+ *             bias[h][j - p + ld_bias / 2]: ld_bias is 2 P - 1, and no position of the step is P or more.
  *   m and l begin as -infinity and 0, or, where there are sinks [heads], as the head's sink and 1: it weighs like a key that all
  *   rows see and whose value is 0.
  *   Keys are walked in spans of HR_SPAN positions counted from 0; spans without a visible key are left out.
@@ -200,7 +201,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
  * the window of a chunk's first row may be any numbers. block_size may be any
  * number; only multiples of 16 need be fast (others gather 16 keys into scratch). */
 #define HR_FIELDS_attention(P, I, F)                                                                                  \
-    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) F(scale) I(window) I(ahead) F(softcap) P(const float*, sinks) I(kv_type) \
+    I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) F(scale) I(window) I(ahead) F(softcap) P(const float*, sinks) P(const float*, bias) I(ld_bias) I(kv_type) \
     P(const void*, k) P(const void*, v) P(const float*, k_scale) P(const float*, v_scale) I(block_size)                 \
     P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, table_begin) P(const int32_t*, blocks)      \
     P(float*, out) I(ld_out)

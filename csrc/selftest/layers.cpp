@@ -313,6 +313,7 @@ void attention(Problem& p) {
     a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     if (p.random.coin()) a.sinks = p.floats(a.heads);
+    if (p.random.coin()) a.ld_bias = 2 * longest - 1, a.bias = p.floats(a.heads * a.ld_bias);
     p.take(HR_OP_attention, a);
 }
 

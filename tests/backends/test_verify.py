@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.formats.gguf.test_models import BIG, MIXTURES, quantised
+from tests.models.test_encoders import save
 from tests.support.harness import RandomModels, load, random_ids, save_random, scattered_tables
 
 from headrace import models
@@ -222,3 +223,11 @@ def test_HEADRACE_DEBUG_3_logs_what_differs(
     node = next(node for node in program.tape.nodes if node.op == "attention")
     planted(program, node, "scale", 0.5)
     assert caplog.messages[0].startswith(f"record {node.index}, attention: out differs by 0.")
+
+
+def test_biases_by_distance_agree_with_torch_ref(tmp_path: Path) -> None:
+    save("mpnet", tmp_path)
+    program = program_of(tmp_path, dtype="float32")
+    assert verify(program.tape, step(program)) == []
+    node = next(node for node in program.tape.nodes if node.op == "attention")
+    assert planted(program, node, "bias", node.fields["bias"][::-1].copy())[0].op == "attention"

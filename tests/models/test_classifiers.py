@@ -20,7 +20,7 @@ from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import Classes
 from headrace.text import pairs
 
-TYPES = [name for name in models.encoder_names() if name != "new"]
+TYPES = [name for name in models.encoder_names() if name not in ("new", "jina-bert-v2")]
 
 
 def save(name: str, directory: Path, num_classes: int = 3, **sizes: Any) -> Any:

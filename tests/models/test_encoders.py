@@ -12,14 +12,15 @@ import pytest
 import torch
 from tests.support.harness import BACKENDS
 from transformers import AutoConfig, AutoModel
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from headrace import LLM, models
-from headrace.models.encoders import base
+from headrace.models.encoders import base, mpnet
 from headrace.protocol.errors import CheckpointError, ContextLengthError, RequestError
 
 LENGTHS = (1, 2, 40, 129, 300, 512)
 POOLINGS = ("cls", "mean", "last")
-TYPES = [name for name in models.encoder_names() if name != "new"]
+TYPES = [name for name in models.encoder_names() if name not in ("new", "jina-bert-v2")]
 
 
 def save(name: str, directory: Path, first_layout: bool = True, **sizes: Any) -> Any:
@@ -70,6 +71,27 @@ def test_vectors_are_transformers_hidden_states(name: str, backend: str, tmp_pat
         assert error(model, texts, together, pooling) < 1e-5
         # Law: the batch, and what was computed before, change no bit.
         assert [vectors(llm, [text], pooling)[0] for text in texts[:4]] == together[:4]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_biases_by_distance_at_every_length(backend: str, tmp_path: Path) -> None:
+    model, texts = save("mpnet", tmp_path), texts_of((*range(1, 20), *range(20, 201, 9)))
+    computed = vectors(open_llm(tmp_path, backend), texts)
+    assert max(error(model, [text], [vector]) for text, vector in zip(texts, computed, strict=True)) < 1e-5
+
+
+def test_the_buckets_of_mpnet_are_transformers() -> None:
+    distances = torch.arange(-1999, 2000)
+    assert np.array_equal(mpnet.buckets(2000), MPNetEncoder.relative_position_bucket(distances).numpy())
+
+
+@pytest.mark.parametrize("change", [lambda table: 0 * table, lambda table: table[:, ::-1].copy()])
+def test_control_other_biases_are_noticed(change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None, and those of the other direction."""
+    scoring = base.Scoring
+    monkeypatch.setattr(base, "Scoring", lambda *parts, bias, **others: scoring(*parts, bias=change(bias), **others))
+    model = save("mpnet", tmp_path)
+    assert error(model, texts_of((40,)), vectors(open_llm(tmp_path), texts_of((40,)))) > 1e-3
 
 
 GEMMA = {"use_bidirectional_attention": True, "sliding_window": 28}
@@ -202,7 +224,7 @@ def test_a_text_may_be_longer_than_a_usual_call_has_rows(tmp_path: Path) -> None
 
 def test_control_attention_to_earlier_tokens_alone_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scoring = base.Scoring
-    monkeypatch.setattr(base, "Scoring", lambda scale, window, ahead: scoring(scale, window))
+    monkeypatch.setattr(base, "Scoring", lambda scale, window, **_: scoring(scale, window))
     model = save("bert", tmp_path)
     assert error(model, texts_of(), vectors(open_llm(tmp_path), texts_of())) > 1e-3
 

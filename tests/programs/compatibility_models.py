@@ -10,6 +10,7 @@ ON_CUDA = "types:test_a_type_gives_the_tokens_of_torch_ref_or_is_refused"
 SHOWN, SHOWN_GGUF = (EQUAL, LAW, ON_CUDA), (EQUAL, LAW, ON_CUDA, GGUF)
 ON_GPU = "of cuda a tiny model alone ran on a GPU"
 TWINS = "cuda by its twins, no GPU so far"
+NO_CUDA_BIAS = "cuda refuses it by name"
 VECTORS_ON_CUDA = "types:test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused"
 LAW_OF_STATES = "states:test_I_13_bits_of_states_do_not_depend_on_chunks_company_or_threads"
 GGUF_STATES = "gguf_states:test_a_file_is_the_model_of_its_safetensors"
@@ -47,6 +48,18 @@ ENCODERS = (
         (*ENCODER_TESTS[:2], "encoders:test_narrow_embeddings_of_electra_are_refused"),
     ),
     Row("distilbert", "partly", f"multi-qa-distilbert; {TWINS}", ENCODER_TESTS[:2]),
+    Row(
+        "mpnet",
+        "partly",
+        f"all-mpnet-base-v2, multi-qa-mpnet; {NO_CUDA_BIAS}",
+        (ENCODER_TESTS[0], "encoders:test_biases_by_distance_at_every_length"),
+    ),
+    Row(
+        "jina-bert-v2",
+        "partly",
+        f"jina-embeddings-v2-base and -small, by an oracle written from the papers; {NO_CUDA_BIAS}",
+        ("jina:test_vectors_are_those_of_the_papers", "jina:test_other_forms_are_refused"),
+    ),
     Row("modernbert", "partly", f"modernbert-embed, gte-modernbert; {TWINS}", ENCODER_TESTS[:2]),
     Row(
         "nomic_bert",

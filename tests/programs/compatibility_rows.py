@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Shorter names of the files below.
-FILES = {
+FILES = {  # shorter names of the files below
     "adapters": "tests/adapters/test_adapters.py",
     "served adapters": "tests/adapters/test_served.py",
     "sampler": "tests/sampling/test_sampler.py",
@@ -31,6 +30,7 @@ FILES = {
     "gguf encoders": "tests/formats/gguf/test_encoders.py",
     "gguf tokenizers": "tests/formats/gguf/test_tokenizer.py",
     "encoders": "tests/models/test_encoders.py",
+    "jina": "tests/models/test_jina.py",
     "served encoders": "tests/serve/test_encoders.py",
     "classes": "tests/serve/test_classifiers.py",
     "batches": "tests/serve/apis/openai/test_files_batches.py",

@@ -90,7 +90,9 @@ class Scoring(NamedTuple):
     chunks of `window`, counted from position 0, and a row sees its own chunk up to its own position. softcap c > 0
     replaces scores s by c * tanh(s / c). sinks [num_heads]: for each head the score of one more key, which all rows see
     and whose value is 0. ahead: the number of visible positions after the row's own, as far as its chunk has them;
-    where it is not 0, a text must be one chunk (`models.Model.both_ways`), of which all rows are read.
+    where it is not 0, a text must be one chunk (`models.Model.both_ways`), of which all rows are read. bias
+    [num_heads, 2 * P - 1] is added to the scores, capped ones, by the key's position less the row's, which is P - 1 in
+    the middle; positions are below P.
     """
 
     scale: float
@@ -99,6 +101,7 @@ class Scoring(NamedTuple):
     softcap: float = 0.0
     sinks: Array | None = None
     ahead: int = 0
+    bias: Array | None = None
 
     @property
     def reach(self) -> int:

@@ -334,8 +334,9 @@ class SplitOps(ABC):
         share = self.plan.share(num, num_kv)
         local = self._of_heads(self.value(query), num, heads.head_dim, num_kv)
         local_heads = heads._replace(num_heads=share.num, num_kv_heads=share.num_kv)
-        if scoring.sinks is not None:
-            scoring = scoring._replace(sinks=scoring.sinks[share.first : share.first + share.num])
+        by_head = {name: getattr(scoring, name) for name in ("sinks", "bias")}
+        mine = slice(share.first, share.first + share.num)
+        scoring = scoring._replace(**{name: part[mine] for name, part in by_head.items() if part is not None})
         out = self.inner.attention(local, local_heads, rows, cache, scoring)
         return self._split(out, self._heads_of_queries(num, num_kv, heads.value_size))
 

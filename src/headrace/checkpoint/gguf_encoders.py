@@ -106,5 +106,5 @@ def _nomic(keys: Keys) -> Reading:
 
 
 ARCHITECTURES: dict[str, Callable[[Keys], Reading]] = {"bert": _bert, "nomic-bert": _nomic}
-REFUSED = {"jina-bert-v2": "an encoder with learned or rotary positions: biases by distance (ALiBi) are not computed"}
+REFUSED = {"jina-bert-v2": "its safetensors: positions that are biases by distance (ALiBi) are not read from GGUF"}
 """Architectures that the reader knows to be beyond the models."""

@@ -69,7 +69,9 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
 
 def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:
     """Return the config of the text model from a config.json that may nest it. The model_type is the outer one if it is
-    known, else the inner one."""
+    known, else the inner one; `bert` with biases for positions is `jina-bert-v2`, as llama.cpp names it."""
+    if (values.get("model_type"), values.get("position_embedding_type")) == ("bert", "alibi"):
+        values = values | {"model_type": "jina-bert-v2"}
     inner = values.get("text_config")
     if not isinstance(inner, dict):
         return values

@@ -109,7 +109,7 @@ def encoder_names() -> list[str]:
     return sorted(SPELLINGS.get(name, name) for name in names if name not in ("base", "head"))
 
 
-SPELLINGS = {"xlm_roberta": "xlm-roberta"}
+SPELLINGS = {"xlm_roberta": "xlm-roberta", "jina_bert_v2": "jina-bert-v2"}
 """Types that are not spelt like their files."""
 
 

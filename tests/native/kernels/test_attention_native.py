@@ -33,6 +33,7 @@ class Problem:
     ahead: int = 0
     softcap: float = 0.0
     sinks: bool = False
+    bias: bool = False
     value_dim: int = 0
     shares: bool = False
     rubbish: float = np.nan
@@ -64,6 +65,11 @@ class Problem:
     def sink(self) -> Floats | None:
         return normals(self.seed + 900, self.heads) if self.sinks else None
 
+    @property
+    def biases(self) -> Floats | None:
+        """[heads, 2 * P - 1] by distance, with no room behind the longest text."""
+        return normals(self.seed + 950, self.heads, 2 * max(self.lengths) - 1) if self.bias else None
+
     def slots(self, i: int) -> Array:
         p = np.arange(self.lengths[i])
         return self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
@@ -82,6 +88,7 @@ class Problem:
         values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
         values["ahead"] = self.ahead
         values["sinks"] = self.sink
+        values["bias"], values["ld_bias"] = self.biases, 2 * max(self.lengths) - 1 if self.bias else 0
         values |= {"row_begin": row_begin, "start": np.array([p for _, p, _ in chunks], np.int32)}
         values |= {"table_begin": table_begin, "blocks": blocks, "out": out, "ld_out": out.shape[1]}
         call("attention", isa, len(chunks), num_threads=num_threads, **values, **self.cache.fields())
@@ -142,6 +149,8 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
         if problem.softcap:
             t = s / f32(problem.softcap)
             s = f32(problem.softcap) * (f32(1) - f32(2) / (f32(1) + exp(t + t)))
+        if problem.biases is not None:
+            s = s + problem.biases[:, keys - p + problem.biases.shape[1] // 2].T
         top = np.maximum(m, s.max(0))
         alpha, w = exp(m - top), exp(s - top)
         lanes, least = np.zeros((2, problem.heads, 16), np.float32)
@@ -177,6 +186,8 @@ DEFINED = [
     Problem(heads=6, kv_heads=2, head_dim=20, lengths=(150, 3), value_dim=29),
     Problem(heads=14, kv_heads=1, head_dim=41, lengths=(140,), value_dim=33, shares=True),
     Problem(heads=2, kv_heads=1, head_dim=40, lengths=(140,), value_dim=32, shares=True, window=20, block_size=24),
+    Problem(heads=3, kv_heads=3, head_dim=20, lengths=(150, 1, 300), ahead=10**6, bias=True),
+    Problem(heads=6, kv_heads=2, head_dim=20, lengths=(290, 3), window=140, softcap=5.0, sinks=True, bias=True),
     Problem(heads=3, kv_heads=3, head_dim=20, lengths=(150, 1, 300), ahead=10**6),
     Problem(heads=4, kv_heads=2, head_dim=24, lengths=(290, 7), ahead=64, window=65, block_size=24),
 ]
@@ -204,14 +215,22 @@ def test_control_another_order_shows() -> None:
     assert not same(out[149], defined(problem, 0, 149, backwards=True))
 
 
+def test_control_another_bias_shows() -> None:
+    for plan in (DEFINED[-4], DEFINED[-3]):
+        out = plan.whole("scalar")[0][140]
+        assert same(out, defined(plan, 0, 140))
+        assert not same(out, defined(replace(plan, bias=False), 0, 140))
+
+
 def test_control_later_positions_show() -> None:
     for plan in DEFINED[-2:]:
         assert not same(plan.whole("scalar")[0][0], defined(replace(plan, ahead=plan.ahead and 1), 0, 0))
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_text_that_is_seen_whole_has_the_same_bits_alone_and_in_a_batch(isa: str) -> None:
-    problem = replace(DEFINED[-2], lengths=(1, 300, 129, 150))
+def test_a_text_that_is_seen_whole_has_the_same_bits_alone_and_in_a_batch(isa: str, bias: bool) -> None:
+    problem = replace(DEFINED[-2], lengths=(1, 300, 129, 150), bias=bias)
     whole = problem.whole(isa)
     for i, n in enumerate(problem.lengths):
         assert same(problem.run(isa, [(i, 0, n)], 2)[0], whole[i])
@@ -238,6 +257,7 @@ def grid(kind: str) -> list[tuple[Problem, list[Floats]]]:
             window=pick(0, 0, 0, 1, 5, 100, 128, 200, -1, -64, -100),
             ahead=pick(0, 0, 3, 140, 2**40),
             softcap=pick(0.0, 0.0, 20.0),
+            bias=pick(False, True),
             seed=seed,
         )
         problems.append((problem, problem.whole("scalar")))
@@ -277,11 +297,11 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind:
                     assert same(out, whole[i][p : p + n]), (plan, i, p, n)
 
 
-@pytest.mark.parametrize("window", [0, 3, 130, -50])
+@pytest.mark.parametrize(("window", "bias"), [(0, False), (0, True), (3, False), (130, True), (-50, False)])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("isa", ISAS)
-def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:
-    problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap, value_dim=13)
+def test_against_torch_ref(isa: str, window: int, bias: bool, softcap: float) -> None:
+    problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap, value_dim=13, bias=bias)
 
     @dataclass
     class Rows:
@@ -298,7 +318,8 @@ def test_against_torch_ref(isa: str, window: int, softcap: float) -> None:
     rows: Any = Rows([0, 0], list(problem.lengths), [tables])
     query = torch.from_numpy(np.concatenate(problem.queries))
     # A window below 0 is of chunks.
-    scoring = Scoring(problem.scale, abs(window) or None, window < 0, softcap)
+    table = None if problem.biases is None else torch.from_numpy(problem.biases)
+    scoring = Scoring(problem.scale, abs(window) or None, window < 0, softcap, bias=table)
     expected = reference.attention(query, cache, rows, scoring).flatten(1).numpy()
     np.testing.assert_allclose(np.concatenate(problem.whole(isa)), expected, atol=3e-6)
 

@@ -292,11 +292,8 @@ class CpuOps:
             "kv_heads": heads.num_kv_heads,
             "head_dim": heads.head_dim,
             "value_dim": heads.value_size,
-            "scale": scoring.scale,
             "window": scoring.reach,
-            "ahead": scoring.ahead,
-            "softcap": scoring.softcap,
-            "sinks": scoring.sinks,
+            "ld_bias": 0 if scoring.bias is None else scoring.bias.shape[1],
             "block_size": rows.block_size,
             "row_begin": rows.row_begin,
             "start": rows.start,
@@ -304,6 +301,7 @@ class CpuOps:
             "blocks": rows.blocks[cache.kind],
         }
         del fields["width"]
+        fields |= {name: getattr(scoring, name) for name in ("scale", "ahead", "softcap", "sinks", "bias")}
         self.graph.put("attention", query.dim, out, fields | cache.fields())
         return out
 

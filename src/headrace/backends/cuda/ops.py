@@ -31,6 +31,7 @@ from headrace.backends.cuda.stacks import Stacks, stack_of
 from headrace.backends.graph import LOGITS, ROWS, Graph, Value
 from headrace.backends.shares import Layout
 from headrace.backends.step import StepRows
+from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
     from headrace.backends.cuda.cache import LayerCache
@@ -166,6 +167,8 @@ class CudaOps(CudaRecurrentOps):
         return Value(self.graph, qkv.buffer, heads.num_heads * heads.head_dim, qkv.item_bytes, node, column=qkv.column)
 
     def attention(self, query: Value, heads: Heads, rows: StepRows, cache: LayerCache, scoring: Scoring) -> Value:
+        if scoring.bias is not None:
+            raise CheckpointError("backend cuda has no kernels for scores with a bias by distance")
         width = heads.num_heads * heads.value_size
         return self._put(
             "attention", width, query.dim, x=query, heads=heads, rows=rows, cache=cache, scoring=scoring

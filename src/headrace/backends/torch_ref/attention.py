@@ -26,11 +26,13 @@ MAX_GATHER = 2**18  # cached positions * kv_heads * head_dim gathered at once fo
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows [R] that see `num_spans` spans. `slots` [B * num_spans * 128] with B = R, or 1 if the keys are shared;
-    `hidden` [num_spans, 1, R, 1, 128] is True for keys that a row does not see."""
+    `hidden` [num_spans, 1, R, 1, 128] is True for keys that a row does not see; `distances` [R, num_spans * 128] are
+    the keys' positions less the row's."""
 
     rows: Tensor
     slots: Tensor
     hidden: Tensor
+    distances: Tensor
     num_spans: int
     shared: bool
 
@@ -116,7 +118,8 @@ def _group(
     if window is not None:
         hidden |= keys < first_seen(positions[:, None], window)
     hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]
-    return Group(index, slots, hidden, num_spans, shared=len(pieces) == 1 and len(positions) > 1)
+    shared = len(pieces) == 1 and len(positions) > 1
+    return Group(index, slots, hidden, keys - positions[:, None], num_spans, shared)
 
 
 def attention(query: Tensor, cache: LayerCache, rows: ForwardBatch, scoring: Scoring) -> Tensor:
@@ -147,6 +150,8 @@ def _attend(query: Tensor, cache: LayerCache, group: Group, scoring: Scoring) ->
     scores = _by_span(q.expand(group.num_spans, *q.shape), keys.transpose(-1, -2), group.shared) * scoring.scale
     if scoring.softcap:
         scores = elementwise(torch.tanh, scores / scoring.softcap) * scoring.softcap
+    if scoring.bias is not None:
+        scores = scores + _biases(scoring.bias.float(), group, num_kv_heads)
     scores = scores.masked_fill(group.hidden, float("-inf"))
     top = scores.amax(dim=(0, -1), keepdim=True)
     sinks = scoring.sinks
@@ -163,6 +168,13 @@ def _attend(query: Tensor, cache: LayerCache, group: Group, scoring: Scoring) ->
         sum_total = sum_total + elementwise(torch.exp, sinks - top)[0]
     mixed = (sum_out / sum_total)[..., :value_dim]
     return mixed.transpose(0, 1).reshape(num_rows, heads, value_dim)
+
+
+def _biases(bias: Tensor, group: Group, num_kv_heads: int) -> Tensor:
+    """bias [heads, 2 * P - 1] -> of each score [num_spans, kv_heads, R, queries, 128]; anything for hidden keys."""
+    most = bias.shape[1] // 2
+    chosen = bias[:, group.distances.clamp(-most, most) + most]
+    return chosen.view(num_kv_heads, -1, len(group.rows), group.num_spans, SPAN).permute(3, 0, 2, 1, 4)
 
 
 def _gather(part: Tensor, group: Group) -> Tensor:

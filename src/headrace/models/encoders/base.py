@@ -72,7 +72,7 @@ class LayerNorm:
 
 class Attention:
     """Attention over the whole text, or `window` positions to each side (Beltagy et al. 2020). `names`: of the layers
-    q, k and v, or of one layer that has all three."""
+    q, k and v, or of one layer that has all three. by_distance: biases of the scores (`Scoring.bias`)."""
 
     def __init__(
         self,
@@ -84,12 +84,14 @@ class Attention:
         bias: bool = True,
         window: int | None = None,
         rope_table: RopeTable | None = None,
+        by_distance: Array | None = None,
     ) -> None:
         width = model.hidden_size
         self.ops, self.layer_id, self.form = model.ops, layer_id, HeadForm(rope_table)
         self.heads = Heads(model.num_heads, model.num_heads, width // model.num_heads)
         ahead = model.max_model_len if window is None else window
-        self.scoring = Scoring(self.heads.head_dim**-0.5, window=None if window is None else window + 1, ahead=ahead)
+        scale, window = self.heads.head_dim**-0.5, None if window is None else window + 1
+        self.scoring = Scoring(scale, window, ahead=ahead, bias=by_distance)
         outs = [width] * 3 if len(names) == 3 else [3 * width]
         self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, cut=self.heads))
         self.out = model.weights.matrix(Linear([out], width, [width], bias=bias))

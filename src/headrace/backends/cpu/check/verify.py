@@ -264,7 +264,8 @@ def _attention(view: View) -> Expected:
     rows = make_forward_batch(chunks, block_size, torch.device("cpu"))
     query = view.rows(heads.num_heads * heads.head_dim)
     window, chunked = abs(view["window"]) or None, view["window"] < 0
-    scoring = Scoring(view["scale"], window, chunked, view["softcap"], view.constant("sinks"), view["ahead"])
+    sinks, bias = view.constant("sinks"), view.constant("bias")
+    scoring = Scoring(view["scale"], window, chunked, view["softcap"], sinks, view["ahead"], bias)
     return {"out": view.ops.attention(query, heads, rows, cache, scoring)}
 
 
