@@ -177,7 +177,7 @@ class LLM:
         lora_request: Adapted = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt: the hidden state after the final norm of its "last" token, of its first
-        ("cls"), or the "mean". By default the kind that the model's files name, or the last.
+        ("cls"), or another of `POOLINGS`. By default the kind that the model's files name, or the last.
 
         float32 numbers, cut to `dimensions`, and after that made one long if `normalize` is true; by default as the
         model's files have it, or made one long. `prompt_name`: of the files' prompt that is put before each text, ""
@@ -188,7 +188,7 @@ class LLM:
         listed = prompted(_as_list(prompts), prompt_name, self.core.info)
         for place, (text, state) in enumerate(self._pooled(listed, form.pooling, lora_request, use_tqdm)):
             token_ids = state.request.prompt_token_ids
-            vector = EmbeddingOutput(finished(state.pooled, len(token_ids), form))
+            vector = EmbeddingOutput(finished(state.pooled, form))
             outputs.append(EmbeddingRequestOutput(str(place), text, token_ids, vector, True, state.num_cached_tokens))
         return outputs
 

@@ -245,10 +245,10 @@ APIS = (
     Row(
         "sentence-transformers: Pooling, Dense, Normalize",
         "partly",
-        "cls, mean, lasttoken and mean_sqrt_len_tokens; layers in sequence; length one where the files say so",
+        "all six kinds of pooling, or several side by side; layers in sequence; length one where the files say so",
         (
             "sentences:test_a_layer_behind_the_pooling",
-            "sentences:test_layers_change_no_bit_with_the_batch",
+            "sentences:test_kinds_of_pooling_and_several_side_by_side",
             "sentences:test_vectors_have_length_one_where_the_files_say_so",
             "sentences:test_layers_that_are_not_computed_are_refused",
         ),

@@ -85,8 +85,8 @@ def verify_model(request: Request, info: EngineInfo) -> None:
     The ranges of the parameters are checked when a `SamplingParams` is made. Raises `RequestError`.
     """
     params = request.params
-    if request.pooling not in ("", *POOLINGS):
-        raise RequestError("pooling", request.pooling, "last, mean or cls")
+    if request.pooling not in ("", info.pooling, *POOLINGS):
+        raise RequestError("pooling", request.pooling, f"one of {', '.join(POOLINGS)}")
     if not request.pooling and not info.generates:
         raise RequestError("model", info.model, "a model that answers: this one gives vectors or classes")
     if request.pooling and params.prompt_logprobs is not None:

@@ -400,7 +400,7 @@ class SimulatedExecutor:
         for num in range(start + 1, stop + 1) if kind == "mean" else (1,) if kind == "cls" else (stop,):
             digest = blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
             total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
-        return total
+        return [x / stop for x in total] if kind == "mean" and stop == batch.num_prompts[index] else total
 
     def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int, kind: int = 0) -> None:
         slots, size = self.memory[kind], self.block_size

@@ -80,20 +80,18 @@ class ClassificationRequestOutput(msgspec.Struct):
 
 
 class Form(NamedTuple):
-    """How the engine's pooled numbers become a vector: they are divided by the count of tokens to the power
-    `exponent`, cut to `dimensions`, and scaled to length one with `normalize`."""
+    """How the engine's pooled numbers become a vector: they are cut to `dimensions`, and scaled to length one with
+    `normalize`."""
 
     pooling: Pooling
-    exponent: float = 1.0
     dimensions: int | None = None
     normalize: bool = True
 
 
-def finished(pooled: Sequence[float], num_tokens: int, form: Form) -> list[float]:
+def finished(pooled: Sequence[float], form: Form) -> list[float]:
     """Return the embedding from the engine's pooled numbers, rounded to float32. Cutting makes sense for models that
     were trained for it (Kusupati et al. 2022)."""
-    divisor = num_tokens**form.exponent if form.pooling == "mean" else 1
-    vector = [x / divisor for x in pooled[: form.dimensions]]
+    vector = list(pooled[: form.dimensions])
     if form.normalize:
         norm = math.sqrt(math.fsum(x * x for x in vector))
         vector = [x / norm for x in vector] if norm else vector
@@ -108,15 +106,13 @@ def check_form(pooling: str | None, dimensions: int | None, normalize: bool | No
     if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
         raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
     usual = info.vectors
-    # Layers behind the pooling, of which nothing is left to divide, were trained on one kind.
-    if not usual.exponent and pooling not in (None, info.pooling):
-        raise RequestError("pooling", pooling, f"{info.pooling}, which the model's Dense layers read")
-    exponent = usual.exponent if pooling is None or not usual.exponent else 1.0
-    for kind in POOLINGS:
-        if kind == (pooling or info.pooling or "last"):
-            normalize = usual.normalize if normalize is None else normalize
-            return Form(kind, exponent, dimensions or usual.dimensions, normalize)
-    raise RequestError("pooling", pooling, "last, mean or cls")
+    if usual.one_kind and pooling not in (None, info.pooling):
+        bound = f"{info.pooling}, which the model's Dense layers read, or whose width its vectors have"
+        raise RequestError("pooling", pooling, bound)
+    kind = pooling or info.pooling or "last"
+    if kind not in (*POOLINGS, info.pooling):
+        raise RequestError("pooling", pooling, f"one of {', '.join(POOLINGS)}")
+    return Form(kind, dimensions or usual.dimensions, usual.normalize if normalize is None else normalize)
 
 
 def prompted(texts: Sequence[Prompt], name: str | None, info: EngineInfo) -> list[Prompt]:

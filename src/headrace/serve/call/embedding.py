@@ -1,7 +1,7 @@
 """Texts as vectors, for every API that has embeddings.
 
-The vector of a text is the model's hidden state after the final norm, of the last or first token or the mean over all
-tokens. Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
+The vector of a text is made of the model's hidden states after the final norm: of the last or first token, or of all.
+Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def vectors(
     states = await pooled(front, prompts, form.pooling, options)
 
     def finish() -> list[list[float]]:
-        return [finished(state.pooled, len(ids), form) for state, ids in zip(states, prompts, strict=True)]
+        return [finished(state.pooled, form) for state in states]
 
     rows = await off_loop(sum(len(state.pooled) for state in states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in states])
