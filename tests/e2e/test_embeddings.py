@@ -26,7 +26,7 @@ Bits = dict[str, list[float]]
 
 def make_requests() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    kinds = ("last", "mean", "cls", "max", "weightedmean")
+    kinds = ("last", "mean", "cls", "max", "weightedmean", "tokens")
     return [
         Request(
             request_id=f"{kind}{i}", prompt_token_ids=tokenizer.encode(text), params=EMBEDDING_PARAMS, pooling=kind
@@ -170,6 +170,14 @@ def test_vectors_are_the_hidden_states_of_transformers(config: dict[str, Any], b
             assert output.outputs.hidden_size == config["hidden_size"]
             assert output.prompt_token_ids == prompt
     llm.close()
+
+
+def test_the_last_row_of_all_is_the_last(reference: Bits) -> None:
+    for name, vector in reference.items():
+        if name.startswith("last"):
+            rows = reference[name.replace("last", "tokens")]
+            assert rows[-len(vector) :] == vector
+            assert rows[: len(vector)] == reference[name.replace("last", "cls")]
 
 
 def test_embed_offline(model: str) -> None:

@@ -18,7 +18,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from headrace import LLM, models
 from headrace.models import qwen3
 from headrace.models.encoders import bert
+from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.text.vectors import PoolingOutput
 
 TEXTS = ["A cat sat on the mat.", "x", "Two dogs ran through the wood, and a third one slept."]
 PROMPTS = {"query": "search: ", "document": "text: ", "plain": ""}
@@ -228,6 +230,39 @@ def test_a_layer_behind_several_kinds_of_pooling(tmp_path: Path) -> None:
     write_modules(tmp_path, "Transformer", "Pooling", "Dense", pooling={"pooling_mode": "max"})
     with pytest.raises(CheckpointError, match="a Dense layer reads 96 numbers, expected one behind a Pooling .* 48"):
         open_llm(tmp_path)
+
+
+def test_the_vectors_of_a_texts_tokens(tmp_path: Path) -> None:
+    model = save(tmp_path)
+    llm = open_llm(tmp_path)
+    for text, output in zip(TEXTS, llm.encode(TEXTS, "token_embed", use_tqdm=False), strict=True):
+        rows = states(model, text)
+        right = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        assert isinstance(output.outputs, PoolingOutput)
+        np.testing.assert_allclose(output.outputs.data, right, atol=1e-5)
+        assert (output.prompt, output.prompt_token_ids) == (text, list(text.encode()))
+        [alone] = llm.encode(text, "token_embed", use_tqdm=False)
+        assert alone.outputs == output.outputs
+    write_modules(tmp_path, "Transformer", "Pooling", "Dense")
+    weight, bias = write_dense(tmp_path, 2, 48, 10, "activation.Tanh")
+    [output] = open_llm(tmp_path).encode(TEXTS[0], "token_embed", use_tqdm=False)
+    projected = np.tanh(states(model, TEXTS[0]) @ weight.numpy().T + bias.numpy())
+    assert isinstance(output.outputs, PoolingOutput)
+    np.testing.assert_allclose(output.outputs.data, projected, atol=1e-5)
+    write_modules(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode": ["cls", "mean"]})
+    with pytest.raises(RequestError, match="task: 'token_embed' is not allowed; it must be embed"):
+        open_llm(tmp_path).encode(TEXTS[0], "token_embed", use_tqdm=False)
+
+
+def test_the_vectors_of_tokens_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    llm = open_llm(tmp_path)
+    rows = bounds.BOUNDS["row_numbers"]
+    monkeypatch.setitem(bounds.BOUNDS, "row_numbers", rows._replace(high=48 * 5))
+    assert llm.encode("abcde", "token_embed", use_tqdm=False)
+    with pytest.raises(RequestError, match="prompt: 288 is not allowed; it must be an integer from 1 to 240"):
+        llm.encode("abcdef", "token_embed", use_tqdm=False)
+    assert llm.encode("abcdef", use_tqdm=False)
 
 
 def test_prompts_are_put_before_texts(tmp_path: Path) -> None:

@@ -411,7 +411,7 @@ APIS = (
     Row(
         "vLLM: invocations, pooling, server_info, tokenizer_info, reset_prefix_cache",
         "yes",
-        "[routes](routes.md), under all of their names",
+        "[routes](routes.md), under all of their names; the tasks embed, token_embed and classify",
         (
             "vllm:test_invocations_finds_the_route_by_the_field",
             "vllm:test_pooling_has_the_vectors_of_embeddings",

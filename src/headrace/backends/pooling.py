@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backends.base import Program
+from headrace.protocol.step import ALL_ROWS
 
 F64 = NDArray[np.float64]
 
@@ -52,14 +53,16 @@ class Span(NamedTuple):
 def pool(kind: str, before: Sequence[float], span: Span, program: Program) -> F64:
     """Return the numbers of `kind` after the rows of `span` of the program's last forward pass. `before`: those of the
     rows before, none at the prompt's beginning. Once the whole prompt is known they are complete: of a classifier, a
-    number for each class."""
+    number for each class. Where all rows are wanted, its layers are applied to each."""
     read, most = span.read(kind), program.max_logits
     places = [span.row + place for place in read]
     parts = (program.hidden_states(places[at : at + most]) for at in range(0, len(places), most))
     rows = (row.astype(np.float64) for part in parts for row in part)
+    classifier = program.model.classifier
+    if kind == ALL_ROWS:
+        return np.concatenate([np.array(before, np.float64), *(classifier(row) if classifier else row for row in rows)])
     numbers = pooled(kind, before, rows, span.start + read.start, span.num_prompt)
     is_end = span.start + span.num_rows == span.num_prompt
-    classifier = program.model.classifier
     return classifier(numbers) if is_end and classifier is not None else numbers
 
 

@@ -29,6 +29,8 @@ Pooling = str
 """What is made of the final hidden states of a prompt: "" for nothing, one of `POOLINGS`, or several of them side by
 side, joined by "+"."""
 Activation = Literal["sigmoid", "softmax", "identity"]
+ALL_ROWS = "tokens"
+"""The pooling that leaves the rows of all tokens as they are, one after the other."""
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
 
 

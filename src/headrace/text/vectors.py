@@ -16,8 +16,9 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import POOLINGS, Activation, Classes, EngineInfo, Pooling
+from headrace.protocol.step import ALL_ROWS, POOLINGS, Activation, Classes, EngineInfo, Pooling
 from headrace.text.inputs import Prompt
+from headrace.text.outputs import RequestState
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
 
@@ -39,6 +40,23 @@ class EmbeddingRequestOutput(msgspec.Struct):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+class PoolingOutput(msgspec.Struct):
+    """A vector for each token of a text."""
+
+    data: list[list[float]]
+
+
+class PoolingRequestOutput(msgspec.Struct):
+    """The vectors of one prompt's tokens, as vLLM gives them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
     finished: bool
     num_cached_tokens: int = 0
 
@@ -113,6 +131,33 @@ def check_form(pooling: str | None, dimensions: int | None, normalize: bool | No
     if kind not in (*POOLINGS, info.pooling):
         raise RequestError("pooling", pooling, f"one of {', '.join(POOLINGS)}")
     return Form(kind, dimensions or usual.dimensions, usual.normalize if normalize is None else normalize)
+
+
+def token_form(dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
+    """Return how the vectors of a text's tokens are made, each as that of a text is (ColBERT, Khattab and Zaharia
+    2020). Raises `RequestError`."""
+    if "+" in info.pooling:
+        raise RequestError(
+            "task", "token_embed", "embed: the model's vectors are several kinds of pooling side by side"
+        )
+    return check_form(None, dimensions, normalize, info)._replace(pooling=ALL_ROWS)
+
+
+def token_rows(pooled: Sequence[float], form: Form, width: int) -> list[list[float]]:
+    """Return the vector of each token from the engine's numbers, `width` for each."""
+    return [finished(pooled[at : at + width], form) for at in range(0, len(pooled), width)]
+
+
+def token_outputs(
+    answered: Sequence[tuple[str | None, RequestState]], form: Form, info: EngineInfo
+) -> list[PoolingRequestOutput]:
+    """Return the vectors of the tokens of each prompt, given by its text and its state."""
+    outputs = []
+    for place, (text, state) in enumerate(answered):
+        rows = PoolingOutput(token_rows(state.pooled, form, info.hidden_size))
+        token_ids = state.request.prompt_token_ids
+        outputs.append(PoolingRequestOutput(str(place), text, token_ids, rows, True, state.num_cached_tokens))
+    return outputs
 
 
 def prompted(texts: Sequence[Prompt], name: str | None, info: EngineInfo) -> list[Prompt]:
