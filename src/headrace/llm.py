@@ -50,6 +50,7 @@ from headrace.text.vectors import (
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
     activated,
@@ -59,6 +60,8 @@ from headrace.text.vectors import (
     finished,
     likeness,
     prompted,
+    token_form,
+    token_outputs,
 )
 
 Message = dict[str, Any]
@@ -177,7 +180,7 @@ class LLM:
         lora_request: Adapted = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the vector of each prompt: the hidden state after the final norm of its "last" token, of its first
-        ("cls"), or the "mean". By default the kind that the model's files name, or the last.
+        ("cls"), or another of `POOLINGS`. By default the kind that the model's files name, or the last.
 
         float32 numbers, cut to `dimensions`, and after that made one long if `normalize` is true; by default as the
         model's files have it, or made one long. `prompt_name`: of the files' prompt that is put before each text, ""
@@ -188,7 +191,7 @@ class LLM:
         listed = prompted(_as_list(prompts), prompt_name, self.core.info)
         for place, (text, state) in enumerate(self._pooled(listed, form.pooling, lora_request, use_tqdm)):
             token_ids = state.request.prompt_token_ids
-            vector = EmbeddingOutput(finished(state.pooled, len(token_ids), form))
+            vector = EmbeddingOutput(finished(state.pooled, form))
             outputs.append(EmbeddingRequestOutput(str(place), text, token_ids, vector, True, state.num_cached_tokens))
         return outputs
 
@@ -196,10 +199,9 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], kind: Pooling, lora_request: Adapted, use_tqdm: bool
     ) -> list[tuple[str | None, RequestState]]:
         """Return the text of each prompt, and its state with the pooled numbers."""
-        info = self.core.info
+        info, listed = self.core.info, _as_list(prompts)
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
-        listed = _as_list(prompts)
         for prompt, digest in zip(listed, self._adapters(lora_request, len(listed)), strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, info)
             texts.append(text)
@@ -225,17 +227,12 @@ class LLM:
         info = self.core.info
         classes = check_classes(info, "classify")
         activation = classes.activation if use_activation else "identity"
-        return [
-            ClassificationRequestOutput(
-                str(place),
-                text,
-                state.request.prompt_token_ids,
-                ClassificationOutput(activated(state.pooled, activation)),
-                True,
-                state.num_cached_tokens,
-            )
-            for place, (text, state) in enumerate(self._pooled(prompts, info.pooling, lora_request, use_tqdm))
-        ]
+        outputs = []
+        for place, (text, state) in enumerate(self._pooled(prompts, info.pooling, lora_request, use_tqdm)):
+            token_ids, num_cached = state.request.prompt_token_ids, state.num_cached_tokens
+            output = ClassificationOutput(activated(state.pooled, activation))
+            outputs.append(ClassificationRequestOutput(str(place), text, token_ids, output, True, num_cached))
+        return outputs
 
     def encode(
         self,
@@ -243,10 +240,15 @@ class LLM:
         pooling_task: str = "embed",
         use_tqdm: bool = True,
         lora_request: Adapted = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """The same as `embed`, under vLLM's other name. `pooling_task` is "embed"."""
+    ) -> list[EmbeddingRequestOutput] | list[PoolingRequestOutput]:
+        """The same as `embed`, under vLLM's other name; with `pooling_task` "token_embed" a vector for each token."""
+        if pooling_task == "token_embed":
+            form, listed = token_form(None, None, info := self.core.info), prompted(_as_list(prompts), None, info)
+            return token_outputs(self._pooled(listed, form.pooling, lora_request, use_tqdm), form, info)
         if pooling_task != "embed":
-            raise UnsupportedError("pooling_task", pooling_task, "set it to embed; `classify` has the classes")
+            raise UnsupportedError(
+                "pooling_task", pooling_task, "set it to embed or token_embed; `classify` has classes"
+            )
         return self.embed(prompts, use_tqdm, lora_request=lora_request)
 
     def score(

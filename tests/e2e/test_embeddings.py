@@ -26,7 +26,7 @@ Bits = dict[str, list[float]]
 
 def make_requests() -> list[Request]:
     tokenizer = Tokenizer.load(hub.resolve("builtin"))
-    kinds: tuple[Any, ...] = ("last", "mean", "cls")
+    kinds = ("last", "mean", "cls", "max", "weightedmean", "tokens")
     return [
         Request(
             request_id=f"{kind}{i}", prompt_token_ids=tokenizer.encode(text), params=EMBEDDING_PARAMS, pooling=kind
@@ -116,7 +116,7 @@ def test_control_a_sum_that_begins_twice_is_noticed(
     core.close()
     wrong = {name for name in result if result[name] != reference[name]}
     assert wrong
-    assert all(name.startswith("mean") for name in wrong)
+    assert all(name.startswith(("mean", "weightedmean")) for name in wrong)
 
 
 def test_control_numbers_in_another_order_are_noticed(
@@ -172,6 +172,14 @@ def test_vectors_are_the_hidden_states_of_transformers(config: dict[str, Any], b
     llm.close()
 
 
+def test_the_last_row_of_all_is_the_last(reference: Bits) -> None:
+    for name, vector in reference.items():
+        if name.startswith("last"):
+            rows = reference[name.replace("last", "tokens")]
+            assert rows[-len(vector) :] == vector
+            assert rows[: len(vector)] == reference[name.replace("last", "cls")]
+
+
 def test_embed_offline(model: str) -> None:
     llm = LLM(model, num_gpu_blocks_override=64, num_threads=1)
     texts = ["A cat sat on the mat.", "The cat was sitting on a mat.", "The ship left the harbour at dawn."]
@@ -181,7 +189,7 @@ def test_embed_offline(model: str) -> None:
     [cut] = llm.embed(texts[0], use_tqdm=False, dimensions=32)
     assert len(cut.outputs.embedding) == 32
     assert cut.prompt == texts[0]
-    for wrong in ({"pooling": "max"}, {"dimensions": 10_000}):
+    for wrong in ({"pooling": "median"}, {"pooling": "max+mean"}, {"dimensions": 10_000}):
         with pytest.raises(RequestError):
             llm.embed(texts, use_tqdm=False, **wrong)  # type: ignore[arg-type]
     llm.close()

@@ -286,13 +286,9 @@ def test_the_files_of_sentence_transformers_choose(pooling: dict[str, Any], kind
     ("modules", "pooling", "max_length", "message"),
     [
         (["Transformer", "Pooling", "CNN"], {"pooling_mode_mean_tokens": True}, None, "a module CNN"),
-        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, None, "pooling_mode is 'max'"),
-        (
-            ["Transformer", "Pooling"],
-            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-            None,
-            "one of cls",
-        ),
+        (["Transformer", "Pooling"], {"pooling_mode": "median"}, None, "pooling_mode is 'median', expected"),
+        (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": False}, None, r"pooling_mode is \[\], expected one"),
+        (["Transformer", "Pooling"], {"pooling_mode": ["cls", "cls"]}, None, r"pooling_mode is \['cls', 'cls'\]"),
         (["Transformer", "Pooling"], {"pooling_mode_mean_tokens": True}, "many", "max_seq_length is 'many'"),
     ],
 )

@@ -18,7 +18,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from headrace import LLM, models
 from headrace.models import qwen3
 from headrace.models.encoders import bert
+from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, RequestError
+from headrace.text.vectors import PoolingOutput
 
 TEXTS = ["A cat sat on the mat.", "x", "Two dogs ran through the wood, and a third one slept."]
 PROMPTS = {"query": "search: ", "document": "text: ", "plain": ""}
@@ -152,6 +154,115 @@ def test_the_mean_by_the_root_of_the_length(tmp_path: Path) -> None:
     right = [(mean(model, text) * len(text) ** 0.5).numpy() for text in TEXTS]
     np.testing.assert_allclose(vectors(llm, TEXTS), right, atol=1e-5)
     np.testing.assert_allclose(vectors(llm, TEXTS[0], pooling="mean")[0], mean(model, TEXTS[0]), atol=1e-5)
+
+
+FLAGS = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}
+SEVERAL = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+POOLED: dict[str, Callable[[Any], Any]] = {
+    "cls": lambda rows: rows[0],
+    "max": lambda rows: rows.max(0),
+    "mean": lambda rows: rows.mean(0),
+    "mean_sqrt_len_tokens": lambda rows: rows.sum(0) / np.sqrt(len(rows)),
+    "weightedmean": lambda rows: np.average(rows, 0, weights=np.arange(1, len(rows) + 1)),
+    "lasttoken": lambda rows: rows[-1],
+}
+
+
+def states(model: Any, text: str) -> Any:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([list(text.encode())])).last_hidden_state[0].double().numpy()
+
+
+@pytest.mark.parametrize("kinds", [("max",), ("weightedmean",), ("cls", "mean"), SEVERAL], ids="+".join)
+def test_kinds_of_pooling_and_several_side_by_side(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    model = save(tmp_path)
+    right = [np.concatenate([POOLED[kind](states(model, text)) for kind in kinds]) for text in TEXTS]
+    forms: list[dict[str, Any]] = [{"pooling_mode": kinds[0] if len(kinds) == 1 else kinds}]
+    # Older files have flags, whose order is not that of the vectors.
+    forms.append({f"pooling_mode_{FLAGS.get(kind, kind)}": True for kind in reversed(kinds)})
+    for form in forms:
+        write_modules(tmp_path, "Transformer", "Pooling", pooling=form)
+        llm = open_llm(tmp_path)
+        assert llm.core.info.hidden_size == 48 * len(kinds)
+        np.testing.assert_allclose(vectors(llm, TEXTS), right, atol=1e-5)
+        assert vectors(llm, TEXTS) == [vectors(llm, text)[0] for text in TEXTS]
+    if len(kinds) > 1:
+        with pytest.raises(RequestError, match="pooling: 'max' is not allowed; it must be cls.*whose width"):
+            llm.embed(TEXTS, pooling="max")
+        assert len(vectors(llm, TEXTS[0], dimensions=50)[0]) == 50
+    else:
+        plain = vectors(llm, TEXTS, pooling="mean", normalize=False)
+        np.testing.assert_allclose(plain, [mean(model, text) for text in TEXTS], atol=1e-5)
+
+
+def test_control_another_kind_of_pooling_gives_other_vectors(tmp_path: Path) -> None:
+    rows = states(save(tmp_path), TEXTS[0])
+    for kind, other in (("max", "mean"), ("weightedmean", "mean")):
+        assert np.abs(POOLED[kind](rows) - POOLED[other](rows)).max() > 1e-2
+
+
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in SEVERAL), ("cls", "mean"), SEVERAL], ids="+".join)
+def test_pooling_is_that_of_the_package(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    theirs = pytest.importorskip("sentence_transformers")
+    save(tmp_path)
+    flags = dict.fromkeys(("cls_token", "max_tokens", "mean_tokens", "weightedmean_tokens"), False)
+    flags |= {FLAGS.get(kind, kind): True for kind in kinds}
+    write_modules(
+        tmp_path, "Transformer", "Pooling", pooling={f"pooling_mode_{kind}": on for kind, on in flags.items()}
+    )
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | named))
+    model, llm = theirs.SentenceTransformer(str(tmp_path), device="cpu"), open_llm(tmp_path)
+    np.testing.assert_allclose(vectors(llm, TEXTS), model.encode(TEXTS), atol=1e-5)
+
+
+def test_a_layer_behind_several_kinds_of_pooling(tmp_path: Path) -> None:
+    model = save(tmp_path)
+    pooling = {"pooling_mode": ["mean_sqrt_len_tokens", "max"]}
+    write_modules(tmp_path, "Transformer", "Pooling", "Dense", pooling=pooling)
+    weight, bias = write_dense(tmp_path, 2, 96, 10, "activation.Tanh")
+    right = []
+    for text in TEXTS:
+        pooled = np.concatenate([POOLED[kind](states(model, text)) for kind in pooling["pooling_mode"]])
+        right.append(np.tanh(weight.numpy() @ pooled + bias.numpy()))
+    np.testing.assert_allclose(vectors(open_llm(tmp_path), TEXTS), right, atol=1e-5)
+    write_modules(tmp_path, "Transformer", "Pooling", "Dense", pooling={"pooling_mode": "max"})
+    with pytest.raises(CheckpointError, match="a Dense layer reads 96 numbers, expected one behind a Pooling .* 48"):
+        open_llm(tmp_path)
+
+
+def test_the_vectors_of_a_texts_tokens(tmp_path: Path) -> None:
+    model = save(tmp_path)
+    llm = open_llm(tmp_path)
+    for text, output in zip(TEXTS, llm.encode(TEXTS, "token_embed", use_tqdm=False), strict=True):
+        rows = states(model, text)
+        right = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        assert isinstance(output.outputs, PoolingOutput)
+        np.testing.assert_allclose(output.outputs.data, right, atol=1e-5)
+        assert (output.prompt, output.prompt_token_ids) == (text, list(text.encode()))
+        [alone] = llm.encode(text, "token_embed", use_tqdm=False)
+        assert alone.outputs == output.outputs
+    write_modules(tmp_path, "Transformer", "Pooling", "Dense")
+    weight, bias = write_dense(tmp_path, 2, 48, 10, "activation.Tanh")
+    [output] = open_llm(tmp_path).encode(TEXTS[0], "token_embed", use_tqdm=False)
+    projected = np.tanh(states(model, TEXTS[0]) @ weight.numpy().T + bias.numpy())
+    assert isinstance(output.outputs, PoolingOutput)
+    np.testing.assert_allclose(output.outputs.data, projected, atol=1e-5)
+    write_modules(tmp_path, "Transformer", "Pooling", pooling={"pooling_mode": ["cls", "mean"]})
+    with pytest.raises(RequestError, match="task: 'token_embed' is not allowed; it must be embed"):
+        open_llm(tmp_path).encode(TEXTS[0], "token_embed", use_tqdm=False)
+
+
+def test_the_vectors_of_tokens_have_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    llm = open_llm(tmp_path)
+    rows = bounds.BOUNDS["row_numbers"]
+    monkeypatch.setitem(bounds.BOUNDS, "row_numbers", rows._replace(high=48 * 5))
+    assert llm.encode("abcde", "token_embed", use_tqdm=False)
+    with pytest.raises(RequestError, match="prompt: 288 is not allowed; it must be an integer from 1 to 240"):
+        llm.encode("abcdef", "token_embed", use_tqdm=False)
+    assert llm.encode("abcdef", use_tqdm=False)
 
 
 def test_prompts_are_put_before_texts(tmp_path: Path) -> None:

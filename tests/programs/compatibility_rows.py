@@ -245,10 +245,10 @@ APIS = (
     Row(
         "sentence-transformers: Pooling, Dense, Normalize",
         "partly",
-        "cls, mean, lasttoken and mean_sqrt_len_tokens; layers in sequence; length one where the files say so",
+        "all six kinds of pooling, or several side by side; layers in sequence; length one where the files say so",
         (
             "sentences:test_a_layer_behind_the_pooling",
-            "sentences:test_layers_change_no_bit_with_the_batch",
+            "sentences:test_kinds_of_pooling_and_several_side_by_side",
             "sentences:test_vectors_have_length_one_where_the_files_say_so",
             "sentences:test_layers_that_are_not_computed_are_refused",
         ),
@@ -411,7 +411,7 @@ APIS = (
     Row(
         "vLLM: invocations, pooling, server_info, tokenizer_info, reset_prefix_cache",
         "yes",
-        "[routes](routes.md), under all of their names",
+        "[routes](routes.md), under all of their names; the tasks embed, token_embed and classify",
         (
             "vllm:test_invocations_finds_the_route_by_the_field",
             "vllm:test_pooling_has_the_vectors_of_embeddings",

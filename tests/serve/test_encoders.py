@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -13,12 +14,17 @@ import httpx
 import pytest
 import torch
 from huggingface_hub import InferenceClient
-from tests.support.server import write_tokenizer
+from tests.support.server import Live, write_tokenizer
 from tests.support.serving import Served, serve
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from headrace import models
+from headrace.engine.build import build_engine
+from headrace.engine.client import InprocClient
 from headrace.models.encoders import bert
+from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.step import EngineInfo
+from headrace.serve.loading import load_text
 from headrace.serve.startup import summary
 
 HTTP = httpx.Client(timeout=60)
@@ -162,3 +168,29 @@ def test_a_killed_engine_gives_the_same_vector_again(server: Served) -> None:
             break
         time.sleep(0.2)
     assert vector(server) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "num_warnings"),
+    [
+        (AutoModel, bert.TINY, 0),
+        (AutoModelForSequenceClassification, bert.TINY, 0),
+        (AutoModelForCausalLM, models.find("llama").TINY, 2),
+    ],
+)
+def test_a_missing_chat_template_is_of_note_to_a_model_that_answers(
+    kind: Any, settings: dict[str, Any], num_warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind.from_config(AutoConfig.for_model(**settings | {"vocab_size": 256})).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    engine, server = EngineConfig(model=str(tmp_path), num_gpu_blocks_override=64), ServerConfig(log_stats_interval=0)
+    caplog.set_level(logging.WARNING, "headrace.server")
+    text = load_text(engine, server)
+    assert text.tokenizer is not None
+    client = InprocClient(lambda: build_engine(engine))
+    with Live(client, text.tokenizer, server, template=text.template, notes=text.notes):
+        lines = [line for line in caplog.messages if "chat template" in line]
+    assert len(lines) == num_warnings, lines
+    for line, begin in zip(lines, ("the model has no chat template", "tool calls: none"), strict=False):
+        assert line.startswith(begin)

@@ -185,14 +185,14 @@ def test_a_model_without_a_template_takes_chatml(
 ) -> None:
     bare_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with caplog.at_level(logging.WARNING, "headrace.server"):
-        tokenizer, template = loading.load_text(EngineConfig(model=str(tmp_path)), ServerConfig())
-    assert "no chat template, so chats are written as chatml" in caplog.text
+    tokenizer, template, notes = loading.load_text(EngineConfig(model=str(tmp_path)), ServerConfig())
     assert tokenizer is not None
     assert template is not None
     chatml = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     say("well<|im_end|>\n<|im_start|>user\nand on")
-    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), template=template) as live:
+    caplog.set_level(logging.WARNING, "headrace.server")
+    with Live(inproc(), tokenizer, ServerConfig(log_stats_interval=0), template=template, notes=notes) as live:
+        assert "no chat template, so chats are written as chatml" in caplog.text
         assert prompt_of(live, [{"role": "user", "content": "hi"}]) == chatml
         url, body = live.url + "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "seed": 1}
         for more in ({}, {"stop": ["never"]}, {"stop": [f"never{i}" for i in range(15)]}):

@@ -88,12 +88,12 @@ async def _run(source: Path, target: Path, engine: EngineConfig, server: ServerC
     engine = with_adapter(engine)
     client = InprocClient(lambda: build_engine(engine), max_num_queued_reqs=2 * concurrency + 1)
     text = load_text(engine, server)
-    parts = ModelParts(text.tokenizer, text.template, default_params(engine, server), engine.seed)
+    parts = ModelParts(text.tokenizer, text.template, default_params(engine, server), engine.seed, notes=text.notes)
     model = RunningModel(client, server, engine.model, parts)
     model.served.adapters = served_adapters(engine)
     await client.start()
     try:
-        model.served.adapters.take(client.info.adapters)
+        model.begin()
         with progress_bar("Requests") as show:
             return await answer_file(source, target, offline_answerer(model), concurrency, show)
     finally:

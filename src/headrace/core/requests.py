@@ -17,10 +17,10 @@ from headrace.core.kinds import num_beam_blocks
 from headrace.core.prefix import PrefixCache
 from headrace.core.sequence import NEVER, Sequence
 from headrace.protocol.beam import check_combination
-from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS
+from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS, check
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import POOLINGS, EngineInfo, Finish, Request
+from headrace.protocol.step import ALL_ROWS, POOLINGS, EngineInfo, Finish, Request
 
 
 def verify_numbers(
@@ -85,8 +85,10 @@ def verify_model(request: Request, info: EngineInfo) -> None:
     The ranges of the parameters are checked when a `SamplingParams` is made. Raises `RequestError`.
     """
     params = request.params
-    if request.pooling not in ("", *POOLINGS):
-        raise RequestError("pooling", request.pooling, "last, mean or cls")
+    if request.pooling not in ("", ALL_ROWS, info.pooling, *POOLINGS):
+        raise RequestError("pooling", request.pooling, f"one of {', '.join(POOLINGS)}")
+    if request.pooling == ALL_ROWS:
+        check("row_numbers", len(request.prompt_token_ids) * info.hidden_size, "prompt")
     if not request.pooling and not info.generates:
         raise RequestError("model", info.model, "a model that answers: this one gives vectors or classes")
     if request.pooling and params.prompt_logprobs is not None:

@@ -133,7 +133,7 @@ class Sequence:
     def may_share(self) -> bool:
         """Whether the sequence may start on blocks computed for others. The first row
         or the mean as a vector, and `prompt_logprobs`, need every row of the prompt computed, once."""
-        if self.pooling in ("mean", "cls"):
+        if self.pooling not in ("", "last"):
             return False
         return self.params.prompt_logprobs is None or self.high_water >= self.num_prompt - 1
 

@@ -111,7 +111,7 @@ def add_states(batch: ScheduledBatch, flight: list[Sequence]) -> None:
 
 def pools_rows(seq: Sequence, length: int) -> bool:
     """Whether the hidden states of the next `length` tokens of `seq` are pooled."""
-    return seq.pooling in ("mean", "cls") or seq.num_computed + length == len(seq.tokens)
+    return seq.pooling != "last" or seq.num_computed + length == len(seq.tokens)
 
 
 def pooling_of(seq: Sequence) -> tuple[Pooling, list[float]]:

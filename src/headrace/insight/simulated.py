@@ -21,7 +21,7 @@ import msgspec
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import UNDRAWN, Draft, Request, ScheduledBatch, StepResult, TokenLogprob
+from headrace.protocol.step import ALL_ROWS, UNDRAWN, Draft, Request, ScheduledBatch, StepResult, TokenLogprob
 
 _EMPTY = -1
 HIDDEN_SIZE = 8
@@ -388,7 +388,7 @@ class SimulatedExecutor:
 
     def _pool(self, batch: ScheduledBatch, index: int) -> list[float]:
         """Return eight numbers that depend on the context alone; for "mean" a sum over rows, each added once; for "cls"
-        those of the first row."""
+        those of the first row; for all rows, eight of each."""
         kind, before = batch.pooling[index]
         start, stop = batch.starts[index], batch.starts[index] + batch.lens[index]
         if kind == "mean" and bool(before) != bool(start):
@@ -396,11 +396,17 @@ class SimulatedExecutor:
         context = self.read(batch.block_tables[index], stop)
         if kind == "cls" and before:
             return before
+        if kind == ALL_ROWS:
+            digests = [
+                blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
+                for num in range(start + 1, stop + 1)
+            ]
+            return before + [byte - 127.5 for digest in digests for byte in digest]
         total = before or [0.0] * HIDDEN_SIZE
         for num in range(start + 1, stop + 1) if kind == "mean" else (1,) if kind == "cls" else (stop,):
             digest = blake2b(context[: 3 * num].tobytes(), digest_size=HIDDEN_SIZE).digest()
             total = [x + byte - 127.5 for x, byte in zip(total, digest, strict=True)]
-        return total
+        return [x / stop for x in total] if kind == "mean" and stop == batch.num_prompts[index] else total
 
     def _write(self, table: list[int], start: int, tokens: list[int], fingerprint: int, kind: int = 0) -> None:
         slots, size = self.memory[kind], self.block_size

@@ -25,11 +25,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 UNDRAWN = -1
 """In a batch: the token that the step before draws for the sequence, which is not known yet."""
 
-Pooling = Literal["", "last", "mean", "cls"]
-"""Which final hidden states of a prompt are returned: none, the last row's, the sum over all rows, or the first row's.
-"""
+Pooling = str
+"""What is made of the final hidden states of a prompt: "" for nothing, one of `POOLINGS`, or several of them side by
+side, joined by "+"."""
 Activation = Literal["sigmoid", "softmax", "identity"]
-POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
+ALL_ROWS = "tokens"
+"""The pooling that leaves the rows of all tokens as they are, one after the other."""
+POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -215,8 +217,8 @@ class RowResult(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     tokens sampled after the first, one for each accepted draft token, `further_logprobs` theirs, and `path` the path of
     the draft that holds them (`Draft.paths`). `forced` are tokens that a grammar forces after all of these: they need
     no forward pass. Never for a request with log-probabilities. `state` is the sampler's state after the last sampled
-    token, an input of the next chunk. `pooled` are hidden states after the final norm: the chunk's last row, or the sum
-    in float64 over the sequence's rows so far, added one after the other. `draft` has draft tokens after all known
+    token, an input of the next chunk. `pooled` are numbers made of the hidden states after the final norm of the
+    sequence's rows so far, in float64 (`backends.pooling`). `draft` has draft tokens after all known
     ones.
 
     A chunk that `is_deferred` could not be sampled yet, because its sampler waits for something, or it followed a token
@@ -417,15 +419,15 @@ class Classes(msgspec.Struct, frozen=True):
 class VectorForm(msgspec.Struct, frozen=True):
     """The vectors of a model by its files, where a request says nothing. prompts: texts by name that are put before a
     text; `prompt_name`: of the usual one, "" for none. normalize: whether vectors have length one. cosine: texts are
-    compared by their angle, else by the dot product. dimensions: the first numbers, that are kept. exponent: a sum of
-    rows is divided by their number to this power; 0 where the engine has made the vector, as `pooling` is."""
+    compared by their angle, else by the dot product. dimensions: the first numbers, that are kept. one_kind: whether
+    requests may name no other pooling than the files."""
 
     prompts: dict[str, str] = {}
     prompt_name: str = ""
     normalize: bool = True
     cosine: bool = True
     dimensions: int | None = None
-    exponent: float = 1.0
+    one_kind: bool = False
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

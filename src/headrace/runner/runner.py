@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from headrace.backends.base import DrawingProgram, Program
+from headrace.backends.pooling import Span, pool
 from headrace.backends.step import Chunks
 from headrace.drafters.speculator import Observation, Outcome, Speculator, StepRecord
 from headrace.grammar.matchers import Matchers
@@ -364,23 +365,14 @@ class Runner:
         return observations
 
     def _pool(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[float]:
-        """Return the pooled hidden states after a piece that begins at row `row`: the last or the first row's, or the
-        sum of all rows so far, added one by one, so that it is the same however the prompt is cut. Of a classifier they
-        become the classes' numbers at the end."""
+        """Return the pooled hidden states after a piece that begins at row `row`."""
         i = piece.chunk_id
         kind, before = batch.pooling[i]
-        num_rows, most, before = len(piece.token_ids), self.program.max_logits, result.read(i).pooled or before
-        is_end = piece.start + num_rows == batch.num_prompts[i]
-        begin, end = {"cls": (0, not piece.start), "last": (num_rows - is_end, num_rows)}.get(kind, (0, num_rows))
-        places, total = range(row + begin, row + end), np.array(before or 0.0, np.float64)
-        for start in range(0, len(places), most):
-            for hidden in self.program.hidden_states(list(places[start : start + most])):
-                total = total + hidden
-        if is_end and (classifier := self.program.model.classifier) is not None:
-            total = classifier(total / (batch.num_prompts[i] if kind == "mean" else 1))
-        if not np.isfinite(total).all():
+        span = Span(row, piece.start, len(piece.token_ids), batch.num_prompts[i])
+        numbers = pool(kind, result.read(i).pooled or before, span, self.program)
+        if not np.isfinite(numbers).all():
             result.row(i).error = NOT_FINITE
-        return [] if result.read(i).error or not total.ndim else total.tolist()
+        return [] if result.read(i).error else numbers.tolist()
 
     def _prompt_logprobs(self, batch: ScheduledBatch, piece: Piece, row: int, result: StepResult) -> list[TokenLogprob]:
         """Return log-probabilities of prompt tokens. Logits are computed for some rows at a time: for a whole prompt

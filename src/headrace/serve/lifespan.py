@@ -171,7 +171,7 @@ class Lifespan:
             if default is not None:
                 await default.served.warm_up()
                 await default.client.start()
-                default.served.adapters.take(default.client.info.adapters)
+                default.begin()
             policy = self._policy if default is None else default.client.info.scheduling_policy
             self.storage.start(policy)
             if default is not None:

@@ -57,7 +57,8 @@ class ModelParts(NamedTuple):
     `defaults` are sampling parameters for fields that a request leaves out; `seed` seeds the generator of seeds for
     requests without one, which get them in order of arrival; `audits` are the reports of `insight.audit.find` on the
     weights; `exporter` is an OpenTelemetry `SpanExporter` for the spans of answers. `engine`, the engine's settings,
-    names the model's files; None: there are none. `why`: the reason of its scheduling policy, for people.
+    names the model's files; None: there are none. `why`: the reason of its scheduling policy, for people. `notes`:
+    warnings about its chats, for a model that turns out to have some.
     """
 
     tokenizer: Tokenizer | None = None
@@ -68,6 +69,7 @@ class ModelParts(NamedTuple):
     exporter: Any = None
     engine: EngineConfig | None = None
     why: str = ""
+    notes: Sequence[str] = ()
 
     @classmethod
     def load(cls, engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelParts:
@@ -82,6 +84,7 @@ class ModelParts(NamedTuple):
             audits=load_audits(engine),
             exporter=otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None,
             engine=engine,
+            notes=text.notes,
         )
 
 
@@ -144,6 +147,14 @@ class RunningModel:
         """Return the directory or GGUF file that holds its weights, as the engine reads them. Blocks."""
         engine = self._engine
         return None if engine is None else hub.resolve(engine.model, engine.revision)
+
+    def begin(self) -> None:
+        """Take what the engine, which has started, tells of the model: its adapters, and whether it answers. Only then
+        are the warnings about chats of use."""
+        self.served.adapters.take(self.client.info.adapters)
+        notes, self.served.notes = self.served.notes, []
+        for note in notes if self.client.info.generates else ():
+            logger.warning("%s", note)
 
     def _digest(self) -> str:
         path = self.path
@@ -231,7 +242,7 @@ class Loader:
         try:
             model = await asyncio.to_thread(self._prepare, name)
             await asyncio.gather(model.client.start(), model.served.warm_up())
-            model.served.adapters.take(model.client.info.adapters)
+            model.begin()
             return model
         except BaseException:
             if model is not None:
@@ -256,6 +267,7 @@ class Loader:
 def served_model(front: TextClient, server: ServerConfig, model: str, parts: ModelParts) -> ServedModel:
     """Return the model that answers calls; for the arguments see `RunningModel`."""
     names = server.served_model_name or [model]
+    notes = Notes(parts.notes)
     served = ServedModel(
         front,
         names[0],
@@ -268,11 +280,13 @@ def served_model(front: TextClient, server: ServerConfig, model: str, parts: Mod
             tool_call_parser=server.tool_call_parser,
             reasoning_parser=server.reasoning_parser,
             enable_auto_tool_choice=server.enable_auto_tool_choice,
+            warn=notes.add,
         ),
         names=names,
         takes_any_name=bool(server.any_model_name),
         trusts_templates=server.trust_request_chat_template,
     )
+    served.notes = notes
     served.adapters = served_adapters(parts.engine)
     served.template_variables = dict(server.default_chat_template_kwargs or {})
     for name in RENDER_OPTIONS & served.template_variables.keys():
@@ -290,10 +304,19 @@ def served_adapters(engine: EngineConfig | None) -> ServedAdapters:
 
 
 class ModelText(NamedTuple):
-    """The parts of a model that know text. Both are None for a model without a tokenizer."""
+    """The parts of a model that know text: None for a model without a tokenizer. notes: warnings about its chats."""
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    notes: Sequence[str] = ()
+
+
+class Notes(list[str]):
+    """Warnings that wait until the model's kind is known."""
+
+    def add(self, text: str, *values: object) -> None:
+        """Take a warning as a logger does."""
+        self.append(text % values)
 
 
 def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelText:
@@ -307,7 +330,8 @@ def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProces
         logger.warning("the model has no tokenizer: prompts must be token ids")
         return ModelText()
     source = model_settings.read(engine.model).template or server.chat_template
-    return ModelText(tokenizer, template_of(tokenizer, source, process))
+    notes = Notes()
+    return ModelText(tokenizer, template_of(tokenizer, source, process, notes.add), notes)
 
 
 def default_params(engine: EngineConfig, server: ServerConfig) -> ModelDefaults:

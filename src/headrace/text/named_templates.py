@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,10 +173,14 @@ def _quoted(text: str) -> str:
 
 
 def template_of(
-    tokenizer: Tokenizer, chat_template: str | None = None, process: BoundedProcess | None = None
+    tokenizer: Tokenizer,
+    chat_template: str | None = None,
+    process: BoundedProcess | None = None,
+    warn: Callable[..., None] = logger.warning,
 ) -> ChatTemplate:
     """Return the chat template of `tokenizer`, or `chat_template`: a name of `FORMS`, a Jinja source, or a file. A
-    tokenizer without one gets chatml, with a warning. Raises `RequestError` where there is no such file."""
+    tokenizer without one gets chatml, with a warning by `warn`, which takes a format and its values. Raises
+    `RequestError` where there is no such file."""
     if chat_template is not None and chat_template not in FORMS:
         is_text = "{" in chat_template or "\n" in chat_template
         if not is_text and not Path(chat_template).is_file():
@@ -186,7 +191,7 @@ def template_of(
     if chat_template is None and tokenizer.chat_template is not None:
         return ChatTemplate.of(tokenizer, None, process)
     if chat_template is None:
-        logger.warning(
+        warn(
             "the model has no chat template, so chats are written as %s, which it may not know; --chat-template names "
             "another",
             FALLBACK,

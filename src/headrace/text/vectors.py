@@ -16,8 +16,9 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import POOLINGS, Activation, Classes, EngineInfo, Pooling
+from headrace.protocol.step import ALL_ROWS, POOLINGS, Activation, Classes, EngineInfo, Pooling
 from headrace.text.inputs import Prompt
+from headrace.text.outputs import RequestState
 
 EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, seed=0, detokenize=False)
 
@@ -39,6 +40,23 @@ class EmbeddingRequestOutput(msgspec.Struct):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+class PoolingOutput(msgspec.Struct):
+    """A vector for each token of a text."""
+
+    data: list[list[float]]
+
+
+class PoolingRequestOutput(msgspec.Struct):
+    """The vectors of one prompt's tokens, as vLLM gives them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
     finished: bool
     num_cached_tokens: int = 0
 
@@ -80,20 +98,18 @@ class ClassificationRequestOutput(msgspec.Struct):
 
 
 class Form(NamedTuple):
-    """How the engine's pooled numbers become a vector: they are divided by the count of tokens to the power
-    `exponent`, cut to `dimensions`, and scaled to length one with `normalize`."""
+    """How the engine's pooled numbers become a vector: they are cut to `dimensions`, and scaled to length one with
+    `normalize`."""
 
     pooling: Pooling
-    exponent: float = 1.0
     dimensions: int | None = None
     normalize: bool = True
 
 
-def finished(pooled: Sequence[float], num_tokens: int, form: Form) -> list[float]:
+def finished(pooled: Sequence[float], form: Form) -> list[float]:
     """Return the embedding from the engine's pooled numbers, rounded to float32. Cutting makes sense for models that
     were trained for it (Kusupati et al. 2022)."""
-    divisor = num_tokens**form.exponent if form.pooling == "mean" else 1
-    vector = [x / divisor for x in pooled[: form.dimensions]]
+    vector = list(pooled[: form.dimensions])
     if form.normalize:
         norm = math.sqrt(math.fsum(x * x for x in vector))
         vector = [x / norm for x in vector] if norm else vector
@@ -108,15 +124,40 @@ def check_form(pooling: str | None, dimensions: int | None, normalize: bool | No
     if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
         raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
     usual = info.vectors
-    # Layers behind the pooling, of which nothing is left to divide, were trained on one kind.
-    if not usual.exponent and pooling not in (None, info.pooling):
-        raise RequestError("pooling", pooling, f"{info.pooling}, which the model's Dense layers read")
-    exponent = usual.exponent if pooling is None or not usual.exponent else 1.0
-    for kind in POOLINGS:
-        if kind == (pooling or info.pooling or "last"):
-            normalize = usual.normalize if normalize is None else normalize
-            return Form(kind, exponent, dimensions or usual.dimensions, normalize)
-    raise RequestError("pooling", pooling, "last, mean or cls")
+    if usual.one_kind and pooling not in (None, info.pooling):
+        bound = f"{info.pooling}, which the model's Dense layers read, or whose width its vectors have"
+        raise RequestError("pooling", pooling, bound)
+    kind = pooling or info.pooling or "last"
+    if kind not in (*POOLINGS, info.pooling):
+        raise RequestError("pooling", pooling, f"one of {', '.join(POOLINGS)}")
+    return Form(kind, dimensions or usual.dimensions, usual.normalize if normalize is None else normalize)
+
+
+def token_form(dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
+    """Return how the vectors of a text's tokens are made, each as that of a text is (ColBERT, Khattab and Zaharia
+    2020). Raises `RequestError`."""
+    if "+" in info.pooling:
+        raise RequestError(
+            "task", "token_embed", "embed: the model's vectors are several kinds of pooling side by side"
+        )
+    return check_form(None, dimensions, normalize, info)._replace(pooling=ALL_ROWS)
+
+
+def token_rows(pooled: Sequence[float], form: Form, width: int) -> list[list[float]]:
+    """Return the vector of each token from the engine's numbers, `width` for each."""
+    return [finished(pooled[at : at + width], form) for at in range(0, len(pooled), width)]
+
+
+def token_outputs(
+    answered: Sequence[tuple[str | None, RequestState]], form: Form, info: EngineInfo
+) -> list[PoolingRequestOutput]:
+    """Return the vectors of the tokens of each prompt, given by its text and its state."""
+    outputs = []
+    for place, (text, state) in enumerate(answered):
+        rows = PoolingOutput(token_rows(state.pooled, form, info.hidden_size))
+        token_ids = state.request.prompt_token_ids
+        outputs.append(PoolingRequestOutput(str(place), text, token_ids, rows, True, state.num_cached_tokens))
+    return outputs
 
 
 def prompted(texts: Sequence[Prompt], name: str | None, info: EngineInfo) -> list[Prompt]:

@@ -35,10 +35,11 @@ def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
     if not sentences.layers:
         return sentences
     width = sentences.layers[0].weight.shape[1]
-    if model.classifier is not None or width != model.hidden_size or not sentences.pooling:
+    expected = sentences.pooled_width(model.hidden_size)
+    if model.classifier is not None or width != expected or not sentences.pooling:
         raise CheckpointError(
             f"modules.json: a Dense layer reads {width} numbers, expected one behind a Pooling of the model's "
-            f"{model.hidden_size}, which has no classes"
+            f"{expected}, which has no classes"
         )
     model.classifier = Head(sentences.layers, sentences.pooling)
     return sentences

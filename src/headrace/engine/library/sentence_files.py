@@ -14,18 +14,19 @@ from headrace.checkpoint.gguf_encoders import layers_behind
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.models.encoders.head import Dense, dense
 from headrace.protocol.errors import CheckpointError
-from headrace.protocol.step import Pooling, VectorForm
+from headrace.protocol.step import POOLINGS, Pooling, VectorForm
 
-KINDS: dict[object, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "mean_sqrt_len_tokens": "mean"}
-"""Kinds of pooling by sentence-transformers' names. Older files have a flag for each kind."""
+KINDS: dict[object, Pooling] = {"lasttoken" if kind == "last" else kind: kind for kind in POOLINGS}
+"""Kinds of pooling by sentence-transformers' names."""
 FLAGS = {
     "cls_token": "cls",
-    "mean_tokens": "mean",
-    "lasttoken": "lasttoken",
     "max_tokens": "max",
+    "mean_tokens": "mean",
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean",
+    "lasttoken": "lasttoken",
 }
+"""Older files have a flag for each kind. Where several are set, their vectors lie side by side in this order."""
 LAYER_ACTIVATIONS = {
     "identity": "",
     "tanh": "tanh",
@@ -51,7 +52,11 @@ class SentenceFiles(NamedTuple):
 
     def width(self, hidden_size: int) -> int:
         """Return the count of numbers in a vector of a model with rows of `hidden_size`."""
-        return len(self.layers[-1].weight) if self.layers else hidden_size
+        return len(self.layers[-1].weight) if self.layers else self.pooled_width(hidden_size)
+
+    def pooled_width(self, hidden_size: int) -> int:
+        """Return the count of numbers before the layers."""
+        return hidden_size * (self.pooling.count("+") + 1)
 
 
 def read_sentence_files(directory: Path) -> SentenceFiles:
@@ -61,18 +66,18 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
     if directory.is_file():
         file = gguf.read(directory)
         layers_of_file = layers_behind(file)
-        gguf_form = VectorForm(exponent=0.0) if layers_of_file else NO_FORM
+        gguf_form = VectorForm(one_kind=bool(layers_of_file))
         return SentenceFiles(_gguf_pooling(file), layers=layers_of_file, form=gguf_form)
     if not (directory / "modules.json").is_file():
         return SentenceFiles(form=_form(directory))
     pooling: Pooling = ""
-    exponent, with_prompt, normalize = 1.0, True, False
+    with_prompt, normalize = True, False
     layers: list[Dense] = []
     for module in _modules(directory):
         kind = str(module.get("type", "")).rpartition(".")[2]
         folder = _folder(directory, module)
         if kind == "Pooling" and not pooling and not normalize:
-            pooling, exponent, with_prompt = _pooling(folder / "config.json")
+            pooling, with_prompt = _pooling(folder / "config.json")
         elif kind == "Dense" and pooling and not normalize:
             layers.append(_dense(folder, len(layers[-1].weight) if layers else None))
         elif kind == "Normalize":
@@ -82,16 +87,11 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
                 f"{directory / 'modules.json'}: a module {kind:.80}, expected Transformer, Pooling, Dense and "
                 "Normalize in this order: without it the vectors would be others"
             )
-    if layers and exponent != 1.0:
-        raise CheckpointError(
-            f"{directory / 'modules.json'}: a module Dense behind the pooling mean_sqrt_len_tokens, expected cls, mean "
-            "or lasttoken"
-        )
-    form = _form(directory, normalize, 0.0 if layers else exponent)
-    if not with_prompt and pooling == "mean" and any(form.prompts.values()):
+    form = _form(directory, normalize, bool(layers) or "+" in pooling)
+    if not with_prompt and pooling not in ("", "last", "cls") and any(form.prompts.values()):
         raise CheckpointError(
             f"{directory / 'modules.json'}: the pooling has include_prompt false, expected true where the files have "
-            "prompts: the rows of a prompt are part of the mean here"
+            "prompts: the rows of a prompt are pooled here"
         )
     return SentenceFiles(pooling, _max_length(directory), tuple(layers), form)
 
@@ -122,15 +122,17 @@ def _folder(directory: Path, module: dict[str, Any]) -> Path:
     return directory / folder
 
 
-def _pooling(path: Path) -> tuple[Pooling, float, bool]:
-    """Return the kind of pooling, the power of a text's length that its sum is divided by, and whether the rows of a
-    prompt take part."""
+def _pooling(path: Path) -> tuple[Pooling, bool]:
+    """Return the kinds of pooling, and whether the rows of a prompt take part."""
     values = foreign.read_object(path, foreign.TABLE)
     flags = [name for flag, name in FLAGS.items() if values.get(f"pooling_mode_{flag}") is True]
-    named = values.get("pooling_mode", flags[0] if len(flags) == 1 else flags)
-    if not isinstance(named, str) or named not in KINDS:
-        raise CheckpointError(f"{path}: pooling_mode is {named!r:.80}, expected one of {', '.join(map(str, KINDS))}")
-    return KINDS[named], 0.5 if named == "mean_sqrt_len_tokens" else 1.0, values.get("include_prompt") is not False
+    stated = values.get("pooling_mode", flags)
+    named = [stated] if isinstance(stated, str) else stated
+    known = isinstance(named, list) and all(isinstance(each, str) and each in KINDS for each in named)
+    if not known or not named or len(set(named)) < len(named):
+        bound = f"one or several of {', '.join(map(str, KINDS))}"
+        raise CheckpointError(f"{path}: pooling_mode is {stated!r:.80}, expected {bound}")
+    return "+".join(KINDS[each] for each in named), values.get("include_prompt") is not False
 
 
 def _dense(folder: Path, width: int | None) -> Dense:
@@ -170,7 +172,7 @@ def _max_length(directory: Path) -> int | None:
     return length
 
 
-def _form(directory: Path, normalize: bool = True, exponent: float = 1.0) -> VectorForm:
+def _form(directory: Path, normalize: bool = True, one_kind: bool = False) -> VectorForm:
     path = directory / "config_sentence_transformers.json"
     values = foreign.read_object(path, foreign.TABLE) if path.is_file() else {}
     prompts = values.get("prompts") or {}
@@ -190,4 +192,4 @@ def _form(directory: Path, normalize: bool = True, exponent: float = 1.0) -> Vec
             f"{path}: similarity_fn_name is {likeness!r:.80}, expected cosine or dot: other likenesses are not computed"
         )
     cut = None if values.get("truncate_dim") is None else _size(path, values, "truncate_dim")
-    return VectorForm(prompts, default or "", normalize, likeness == "cosine", cut, exponent)
+    return VectorForm(prompts, default or "", normalize, likeness == "cosine", cut, one_kind)

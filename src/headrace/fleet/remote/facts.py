@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.fleet.remote.wire import Loaded
 from headrace.protocol.adapters import MAX_LORA_RANK, MAX_LORAS
 from headrace.protocol.kinds import POLICIES
-from headrace.protocol.step import EngineInfo
+from headrace.protocol.step import POOLINGS, EngineInfo
 from headrace.secure.handshake import HandshakeError
 
 MAX_BYTES = 2**50
@@ -65,6 +65,9 @@ def check(loaded: Loaded) -> None:
     for label in info.classes.labels if info.classes is not None else ():
         if len(label) > MAX_LETTERS:
             raise _refusal("info.classes", label[:20] + "...", f"of at most {MAX_LETTERS} letters")
+    kinds = info.pooling.split("+") if info.pooling else []
+    if len(set(kinds) & set(POOLINGS)) < len(kinds):
+        raise _refusal("info.pooling", info.pooling[:80], f"one or several of {', '.join(POOLINGS)}")
     if info.scheduling_policy not in POLICIES:
         raise _refusal("info.scheduling_policy", info.scheduling_policy[:80], f"one of {', '.join(POLICIES)}")
 
@@ -82,7 +85,6 @@ def _more(info: EngineInfo) -> Iterator[tuple[str, float, Range]]:
         yield "info.classes.second_type", info.classes.second_type, Range(0, info.vocab_size)
     yield "the length of info.vectors.prompts", len(info.vectors.prompts), Range(0, 1024)
     yield "info.vectors.dimensions", info.vectors.dimensions or 1, Range(1, max(1, info.hidden_size))
-    yield "info.vectors.exponent", info.vectors.exponent, Range(0, 1)
     yield "the length of info.kinds", len(info.kinds), Range(1, MAX_KINDS)
     yield from (("info.kinds.window", kind.window, Range(0, 2**30)) for kind in info.kinds)
     yield "the length of info.more_blocks", len(info.more_blocks), Range(0, len(info.kinds) - 1)

@@ -35,6 +35,8 @@ from headrace.text.traits import Traits
 
 logger = logging.getLogger("headrace.server")
 
+Warn = Callable[..., None]
+"""Takes a warning: a format and its values, as a logger does."""
 FALLBACK = "hermes"
 """The format for models whose chat template shows none."""
 OTHER_FORM = (
@@ -69,22 +71,23 @@ class Dialect(NamedTuple):
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
         enable_auto_tool_choice: bool = True,
+        warn: Warn = logger.warning,
     ) -> Dialect:
-        """Return the dialect of a model; a parser that is not named is detected from the template. Raises
-        `RequestError`."""
+        """Return the dialect of a model; a parser that is not named is detected from the template. `warn`
+        takes the warnings. Raises `RequestError`."""
         tool_call_parser = None if tool_call_parser in FOUND else tool_call_parser
         reasoning_parser = None if reasoning_parser in FOUND else reasoning_parser
         sources = [] if template is None else template.sources
-        traits = Traits() if template is None else _traits(template)
-        tools, style = _format(template, traits, tool_call_parser), _style(sources, reasoning_parser)
+        traits = Traits() if template is None else _traits(template, warn)
+        tools, style = _format(template, traits, tool_call_parser, warn), _style(sources, reasoning_parser)
         for what, name, flag in (("tool calls", tools, tool_call_parser), ("reasoning", style, reasoning_parser)):
             if name is not None:
                 logger.info("%s: %s, %s", what, name, "found in the chat template" if flag is None else "as configured")
         reads_shown = tools is None or detection.reads_shown(tools, traits)
         if not reads_shown:
-            logger.warning("tools: %s", OTHER_FORM)
+            warn("tools: %s", OTHER_FORM)
         token_ids = _special(tokenizer, _marks(tools or FALLBACK, style))
-        response = _response_template(tokenizer, (tool_call_parser, reasoning_parser))
+        response = _response_template(tokenizer, (tool_call_parser, reasoning_parser), warn)
         if response is not None and tokenizer is not None:
             rows = AnswerForm(formats.FORMATS[tools or FALLBACK], reasoning.STYLES[style] if style else NO_STYLE)
             if detection.same_as_rows(response, rows, traits):
@@ -226,7 +229,7 @@ class Dialect(NamedTuple):
         return lambda: new_parser(form, bounds, prompt=prompt)
 
 
-def _format(template: ChatTemplate | None, traits: Traits, named: str | None) -> str | None:
+def _format(template: ChatTemplate | None, traits: Traits, named: str | None, warn: Warn) -> str | None:
     """Return the format of calls that is `named`, or that the template shows. Raises `RequestError`."""
     if named is not None:
         return None if named == NONE else formats.format_name(named)
@@ -236,7 +239,7 @@ def _format(template: ChatTemplate | None, traits: Traits, named: str | None) ->
     if tools is None:
         reason = "writes calls in a form that is not known here" if traits.call else "shows no form of calls"
         text = "tool calls: none, the chat template %s; %s is used unless --tool-call-parser is given"
-        logger.warning(text, reason, FALLBACK)
+        warn(text, reason, FALLBACK)
     return tools
 
 
@@ -247,15 +250,17 @@ def _style(sources: list[str], named: str | None) -> str | None:
     return None if named in (NONE, "") else reasoning.style_name(named)
 
 
-def _traits(template: ChatTemplate) -> Traits:
+def _traits(template: ChatTemplate, warn: Warn) -> Traits:
     try:
         return template.traits()
     except HeadraceError as error:
-        logger.warning("the chat template can not be tried out: %s", error)
+        warn("the chat template can not be tried out: %s", error)
         return Traits()
 
 
-def _response_template(tokenizer: Tokenizer | None, named: tuple[str | None, ...]) -> ResponseTemplate | None:
+def _response_template(
+    tokenizer: Tokenizer | None, named: tuple[str | None, ...], warn: Warn
+) -> ResponseTemplate | None:
     """Return the tokenizer's own template of answers, unless a parser is `named`."""
     if tokenizer is None or tokenizer.response_template is None:
         return None
@@ -265,7 +270,7 @@ def _response_template(tokenizer: Tokenizer | None, named: tuple[str | None, ...
     try:
         return ResponseTemplate(tokenizer.response_template)
     except ValueError as error:
-        logger.warning("the tokenizer's response_template is ignored: %s", error)
+        warn("the tokenizer's response_template is ignored: %s", error)
         return None
 
 

@@ -1,7 +1,7 @@
 """Texts as vectors, for every API that has embeddings.
 
-The vector of a text is the model's hidden state after the final norm, of the last or first token or the mean over all
-tokens. Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
+The vector of a text is made of the model's hidden states after the final norm: of the last or first token, or of all.
+Any decoder has one; its use for a search depends on the model's training. Knows no requests and no replies.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol import bounds
+from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Pooling
 from headrace.text.inputs import Prompt, RequestOptions
 from headrace.text.outputs import RequestState
-from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, prompted
+from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, prompted, token_form, token_rows
 
 
 class Vectors(NamedTuple):
@@ -28,6 +29,19 @@ class Vectors(NamedTuple):
     def size(self) -> int:
         """The count of numbers in all vectors."""
         return sum(map(len, self.rows))
+
+
+class TokenVectors(NamedTuple):
+    """`rows[i]` has a vector for each token of text i; else as `Vectors`."""
+
+    rows: list[list[list[float]]]
+    num_tokens: int
+    request_ids: list[str]
+
+    @property
+    def size(self) -> int:
+        """The count of numbers in all vectors."""
+        return sum(len(row) for rows in self.rows for row in rows)
 
 
 class VectorOptions(NamedTuple):
@@ -59,10 +73,27 @@ async def vectors(
     states = await pooled(front, prompts, form.pooling, options)
 
     def finish() -> list[list[float]]:
-        return [finished(state.pooled, len(ids), form) for state, ids in zip(states, prompts, strict=True)]
+        return [finished(state.pooled, form) for state in states]
 
     rows = await off_loop(sum(len(state.pooled) for state in states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in states])
+
+
+async def token_vectors(front: TextClient, texts: Sequence[Prompt], options: VectorOptions) -> TokenVectors:
+    """Return the vectors of the tokens of each text. Raises `RequestError` for more numbers than a call may have."""
+    if options.pooling is not None:
+        raise RequestError("pooling", options.pooling, "left out with the task token_embed, whose rows are not pooled")
+    form, width = token_form(options.dimensions, options.normalize, front.info), front.info.hidden_size
+    prompts = await prompt_list(front, prompted(texts, options.prompt_name, front.info), options, "input")
+    num_tokens = sum(map(len, prompts))
+    if num_tokens * width > (most := int(bounds.BOUNDS["row_numbers"].high)):
+        bound = (
+            f"of at most {most // width} tokens in all: token_embed gives {width} numbers for each, and {most} a call"
+        )
+        raise RequestError("input", num_tokens, bound)
+    states = await pooled(front, prompts, form.pooling, options)
+    rows = await off_loop(num_tokens * width, lambda: [token_rows(state.pooled, form, width) for state in states])
+    return TokenVectors(rows, num_tokens, [state.request.request_id for state in states])
 
 
 async def prompt_list(

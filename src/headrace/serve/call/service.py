@@ -117,6 +117,8 @@ class ServedModel:
         self.tags: list[str] = []
         # Whether replies show their prompts, as llama-server's do with --verbose.
         self.is_verbose = False
+        # Warnings about chats, until the engine has started and is known to answer.
+        self.notes: list[str] = []
         # The adapters that requests may name in the model's place.
         self.adapters = ServedAdapters()
         # Returns the measured quality of the model in the form that the engine runs; None: it was not measured.

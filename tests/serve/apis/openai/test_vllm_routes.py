@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from array import array
 from base64 import b64decode
 from typing import Any
 
 import pytest
 from tests.support.server import HTTP, TEMPLATE, Live
+
+from headrace.protocol import bounds
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,28 @@ def test_pooling_has_the_vectors_of_embeddings(live: Live) -> None:
     assert len(b64decode(packed)) == 4 * len(vectors[0]["embedding"])
     reply = live.post("/pooling", {"input": "hi", "task": "classify"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "task")
+
+
+def test_pooling_has_the_vectors_of_tokens(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    body: dict[str, Any] = {"input": ["hi", "you"], "task": "token_embed"}
+    reply = live.post("/pooling", body).json()
+    rows = [row["data"] for row in reply["data"]]
+    last = [row["embedding"] for row in live.post("/v1/embeddings", {"input": ["hi", "you"]}).json()["data"]]
+    assert ([len(each) for each in rows], reply["usage"]["prompt_tokens"]) == ([2, 3], 5)
+    assert [each[-1] for each in rows] == last
+    packed = live.post("/pooling", body | {"encoding_format": "base64"}).json()["data"][1]["data"]
+    assert list(array("f", b64decode(packed))) == [x for row in rows[1] for x in row]
+    cut = live.post("/pooling", body | {"dimensions": 3, "normalize": False}).json()["data"][0]["data"]
+    assert [len(row) for row in cut] == [3, 3]
+    for more, param in (({"pooling": "mean"}, "pooling"), ({"dimensions": 9}, "dimensions"), ({"input": []}, "input")):
+        refusal = live.post("/pooling", body | more)
+        assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, param), refusal.text
+    width = len(rows[0][0])
+    monkeypatch.setitem(bounds.BOUNDS, "row_numbers", bounds.BOUNDS["row_numbers"]._replace(high=5 * width))
+    assert live.post("/pooling", body).status_code == 200
+    refusal = live.post("/pooling", body | {"input": ["hi", "you!"]})
+    assert refusal.status_code == 400
+    assert "input: 6 is not allowed; it must be of at most 5 tokens in all" in refusal.json()["error"]["message"]
 
 
 def test_server_info_and_tokenizer_info(live: Live) -> None:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET
@@ -17,7 +18,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.apis.openai.reply import Explanations
-from headrace.serve.call.embedding import VectorOptions, Vectors, vectors
+from headrace.serve.call.embedding import TokenVectors, VectorOptions, Vectors, token_vectors, vectors
 from headrace.serve.call.parsing import Body, WarningLines, convert
 from headrace.serve.call.schema import check_labels
 from headrace.serve.call.scoring import class_rows
@@ -81,11 +82,12 @@ class EmbeddingReply(msgspec.Struct, kw_only=True):
 
 
 class PooledVector(msgspec.Struct, kw_only=True):
-    """`data` is base64 of float32 numbers where the request has this format."""
+    """`data` is a vector, or with the task token_embed one for each token; or base64 of float32 numbers, all rows one
+    after the other, where the request has this format."""
 
     object: Literal["pooling"] = "pooling"
     index: int
-    data: list[float] | str
+    data: list[float | list[float]] | str
 
 
 class PoolingReply(msgspec.Struct, kw_only=True):
@@ -119,13 +121,14 @@ class Embeddings:
         )
 
     async def pool(self, body: dict[str, Any]) -> PoolingReply:
-        """Texts as vectors, or as the numbers of a classifier's classes, in the form of vLLM's pooling."""
+        """Texts as vectors, as a vector for each token, or as the numbers of classes, in the form of vLLM's pooling."""
         request = convert(PoolingRequest, body)
-        task = "embed" if self.model.front.info.classes is None else "classify"
-        if request.task not in (None, task):
-            raise RequestError("task", request.task, f"{task}, which is this model's")
-        rows, embedded = await self._rows(request)
-        data = [PooledVector(index=i, data=row) for i, row in enumerate(rows)]
+        tasks = ("embed", "token_embed") if self.model.front.info.classes is None else ("classify",)
+        if request.task not in (None, *tasks):
+            raise RequestError("task", request.task, f"{' or '.join(tasks)}, which this model has")
+        embedded: Vectors | TokenVectors
+        rows, embedded = await (self._token_rows if request.task == "token_embed" else self._rows)(request)
+        data = [PooledVector(index=i, data=cast(Any, row)) for i, row in enumerate(rows)]
         return PoolingReply(
             id=f"pool-{new_request_id()}",
             created=int(time.time()),
@@ -136,23 +139,18 @@ class Embeddings:
             warnings=request.warnings.reply(),
         )
 
+    async def _token_rows(self, request: PoolingRequest) -> tuple[list[list[list[float]] | str], TokenVectors]:
+        """Return the vectors of the tokens of a request's texts, as `_rows` does those of the texts."""
+        options = self._options(request)
+        embedded = await token_vectors(self.model.front, as_prompts(request.input, "input"), options)
+        if request.encoding_format != "base64":
+            return list(embedded.rows), embedded
+        work = functools.partial(_packed_tokens, embedded)
+        return await off_loop(embedded.size, work), embedded
+
     async def _rows(self, request: EmbeddingRequest) -> tuple[list[list[float] | str], Vectors]:
         """Return the vectors of a request's texts in the format that it names, and as they were computed."""
-        check_labels(request)
-        self.model.check_model(request.model)
-        if request.encoding_format not in (None, "float", "base64"):
-            raise RequestError("encoding_format", request.encoding_format, "float or base64")
-        options = VectorOptions(
-            pooling=request.pooling,
-            dimensions=request.dimensions,
-            normalize=request.normalize,
-            prompt_name=prompt_name(request.prompt_name, request.input_type, self.model.front.info),
-            add_special_tokens=request.add_special_tokens is not False,
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            adapter=self.model.adapter(request.model),
-        )
+        options = self._options(request)
         texts = as_prompts(request.input, "input")
         if isinstance(request, PoolingRequest) and self.model.front.info.classes is not None:
             rated = await class_rows(self.model.front, texts, options, "input", use_activation=request.activates)
@@ -163,13 +161,35 @@ class Embeddings:
             return list(embedded.rows), embedded
         return await off_loop(embedded.size, lambda: [packed(row) for row in embedded.rows]), embedded
 
-    def _explain(self, request: EmbeddingRequest, *parts: Vectors) -> Explanations:
+    def _options(self, request: EmbeddingRequest) -> VectorOptions:
+        """Return the options of a request. Raises `RequestError`."""
+        check_labels(request)
+        self.model.check_model(request.model)
+        if request.encoding_format not in (None, "float", "base64"):
+            raise RequestError("encoding_format", request.encoding_format, "float or base64")
+        return VectorOptions(
+            pooling=request.pooling,
+            dimensions=request.dimensions,
+            normalize=request.normalize,
+            prompt_name=prompt_name(request.prompt_name, request.input_type, self.model.front.info),
+            add_special_tokens=request.add_special_tokens is not False,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            adapter=self.model.adapter(request.model),
+        )
+
+    def _explain(self, request: EmbeddingRequest, *parts: Vectors | TokenVectors) -> Explanations:
         if not request.explain:
             return UNSET
         return self.model.explain([request_id for part in parts for request_id in part.request_ids])
 
 
-def _usage(*parts: Vectors) -> VectorUsage:
+def _packed_tokens(embedded: TokenVectors) -> list[list[list[float]] | str]:
+    return [packed([x for row in rows for x in row]) for rows in embedded.rows]
+
+
+def _usage(*parts: Vectors | TokenVectors) -> VectorUsage:
     num_tokens = sum(part.num_tokens for part in parts)
     return VectorUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
