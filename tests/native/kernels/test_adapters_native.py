@@ -98,8 +98,8 @@ class Case:
             first = int(self.spot.begins[part])
             columns = slice(first, first + WIDTHS[part])
             if gains is not None:
-                own = out[rows, columns] - (0 if residual is None else residual[rows, columns])
-                total = fma(np.float32(scale), fma(gains[0], own, gains[1]), total)
+                product = out[rows, columns] - (0 if residual is None else residual[rows, columns])
+                total = fma(np.float32(scale), fma(gains[0], product, gains[1]), total)
             out[rows, columns] += total
         return out
 

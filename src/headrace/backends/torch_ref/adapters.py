@@ -18,7 +18,6 @@ from headrace.backends.torch_ref.tensors import tensor
 
 if TYPE_CHECKING:
     from headrace.backends.step import Chunks
-    from headrace.backends.torch_ref.ops import RefMatrix
 
 
 class RefLayer(NamedTuple):
@@ -56,7 +55,7 @@ class RefAdapters(Adapters):
                 layers = of_matrix[source]
                 of_matrix[slot] = [(place, layer._replace(scale=layer.scale * factor)) for place, layer in layers]
 
-    def _base(self, part: RefMatrix, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    def _base(self, part: Any, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         weights = part.data[: part.num_in, first:last].t()
         return weights.cpu().numpy(), None if part.bias is None else part.bias[first:last].cpu().numpy()
 

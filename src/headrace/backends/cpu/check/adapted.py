@@ -58,8 +58,8 @@ def adapt_out(view: Any) -> Expected:
             width = -(-b.shape[1] // 16) * 16
             raw = ctypes.string_at(int(entry["gains"]), 8 * width)
             gain, shift = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(2, width)[:, : b.shape[1]]
-            own = y if residual is None else y - residual[rows, columns]
-            added += (own * gain + shift) * float(entry["scale"])
+            product = y if residual is None else y - residual[rows, columns]
+            added += (product * gain + shift) * float(entry["scale"])
         out[rows, columns] = y + added
 
     return _adapted(view, out, add)
