@@ -13,6 +13,7 @@ struct Part {
     const void *a, *b;
     int32_t rank, type;
     double scale;
+    const float* gains;
 };
 struct Tile {
     const int32_t* rows;
@@ -74,7 +75,7 @@ template <int type, int rows>
 HR_INLINE void columns_of(const HrArgs_adapt_out* a, const Tile& tile, int64_t part, int64_t begin, int64_t end) {
     const Part& p = tile.parts[part];
     const int64_t size = type == HR_F32 ? 4 : 2, first = a->begins[part];
-    const int64_t ld = (a->begins[part + 1] - first + 15) / 16 * 16 * size;
+    const int64_t width = (a->begins[part + 1] - first + 15) / 16 * 16, ld = width * size;
     const float* x[rows];
     float* out[rows];
     for (int r = 0; r < rows; r++) {
@@ -89,7 +90,15 @@ HR_INLINE void columns_of(const HrArgs_adapt_out* a, const Tile& tile, int64_t p
             const V v = weights_at<type>(w + i * ld, 0);
             for (int r = 0; r < rows; r++) sum[r] = fma(set1(x[r][i]), v, sum[r]);
         }
-        for (int r = 0; r < rows; r++) store_some(out[r] + j, add(load_some(out[r] + j, n), sum[r]), n);
+        for (int r = 0; r < rows; r++) {
+            const V y = load_some(out[r] + j, n);
+            if (p.gains) {
+                V own = y;
+                if (a->residual) own = sub(y, load_some(a->residual + tile.rows[r] * a->ld_res + first + j, n));
+                sum[r] = fma(set1((float)p.scale), fma(load(p.gains + j), own, load(p.gains + width + j)), sum[r]);
+            }
+            store_some(out[r] + j, add(y, sum[r]), n);
+        }
     });
 }
 

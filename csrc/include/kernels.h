@@ -282,16 +282,18 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 /* Adapters of a linear layer whose outputs are `parts` layers, part p those from begins[p] on. tiles: their number, and for each
  * tile its first place in `list`, 1 to 4 rows, and their slot; a row is in one tile at most. table [slots][parts] of {const void* a,
- * const void* b, int32 rank, int32 type, double scale}: a [rank][num_in], b [rank][width of the part] of HR_F32, HR_F16 or HR_BF16, both with rows
+ * const void* b, int32 rank, int32 type, double scale, const float* gains}: a [rank][num_in], b [rank][width of the part] of HR_F32, HR_F16 or HR_BF16, both with rows
  * padded by zeros to multiples of 16 numbers. Rank 0: the slot has no adapter there. adapt_in writes for each row of a tile
  *     out[r][p * max_rank + i] = (lanes of fma(a[i][k], x[r][k], .)) * scale
- * adapt_out adds to out[r][begins[p] + j] the chain over i of fma(x[r][p * max_rank + i], b[i][j], .) from 0. */
+ * adapt_out adds to y = out[r][begins[p] + j] the chain over i of fma(x[r][p * max_rank + i], b[i][j], .) from 0; of a part with
+ * gains [2][width, padded as b is] that chain's end is c = fma(scale, fma(gains[0][j], y - residual, gains[1][j]), c): the
+ * residual, if that is given, is already in y. */
 #define HR_FIELDS_adapt_in(P, I, F)                                                                                   \
     I(dim) P(const int32_t*, tiles) P(const int32_t*, list) P(const void*, table) I(parts) I(max_rank) P(const float*, x) I(ld_x) \
     I(num_in) P(float*, out) I(ld_out)
 #define HR_FIELDS_adapt_out(P, I, F)                                                                                  \
     I(dim) P(const int32_t*, tiles) P(const int32_t*, list) P(const void*, table) I(parts) I(max_rank) P(const int64_t*, begins) \
-    P(const float*, x) I(ld_x) P(float*, out) I(ld_out)
+    P(const float*, x) I(ld_x) P(const float*, residual) I(ld_res) P(float*, out) I(ld_out)
 
 /* Layers with a state: float32, a slot for each state. Chunk c begins with the state of slot state_in[c] (-1: zeros), which
  * advances row by row; the state after row r goes to slot state_out[r] unless that is -1. That slot may be the one that the chunk

@@ -359,14 +359,14 @@ void adapters(Problem& p, Args& a, int64_t rows, int64_t num_in, const int64_t* 
         tile[0] = at, tile[1] = (int32_t)std::min(rows - at, p.random.whole(1, 4)), tile[2] = (int32_t)p.random.whole(0, 2);
         at += tile[1] + p.random.coin();
     }
-    struct Part { const void *a, *b; int32_t rank, type; double scale; };
+    struct Part { const void *a, *b; int32_t rank, type; double scale; const float* gains; };
     Part* parts = p.make<Part>(3 * a.parts);
     for (int64_t i = 0; i < 3 * a.parts; i++) {
         const int64_t type = p.random.whole(0, 2), rank = p.random.whole(0, a.max_rank), ld = (num_in + 15) / 16 * 16;
-        const int64_t width = begins ? begins[i % a.parts + 1] - begins[i % a.parts] : 0;
+        const int64_t width = begins ? (begins[i % a.parts + 1] - begins[i % a.parts] + 15) / 16 * 16 : 0;
         parts[i] = {begins ? nullptr : stored(p, type, rank * ld),
-                    begins ? stored(p, type, rank * ((width + 15) / 16 * 16)) : nullptr, (int32_t)rank, (int32_t)type,
-                    p.random.number()};
+                    begins ? stored(p, type, rank * width) : nullptr, (int32_t)rank, (int32_t)type, p.random.number(),
+                    begins && p.random.coin() ? p.floats(2 * width) : nullptr};
     }
     a.tiles = tiles, a.list = list, a.table = parts;
 }
@@ -391,7 +391,9 @@ void adapt_out(Problem& p) {
     a.begins = begins;
     adapters(p, a, rows, 0, begins);
     IN(a.parts * a.max_rank);
-    a.ld_out = strided(p, begins[a.parts]), a.out = p.floats(room(rows, a.ld_out, begins[a.parts]));
+    const int64_t width = begins[a.parts];
+    if (p.random.coin()) a.ld_res = strided(p, width), a.residual = p.floats(room(rows, a.ld_res, width));
+    a.ld_out = strided(p, width), a.out = p.floats(room(rows, a.ld_out, width));
     p.take(HR_OP_adapt_out, a);
 }
 

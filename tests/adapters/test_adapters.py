@@ -42,17 +42,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three adapters: of float32, of bfloat16 with another rank, and of all layers with rank-stabilised scales."""
+    """Adapters of float32, of bfloat16 with another rank, of all layers with rank-stabilised scales, and of all layers
+    with magnitudes."""
     folder = tmp_path_factory.mktemp("adapters")
     every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     return [
         write_adapter(folder / "a", WEIGHTS, seed=1),
         write_adapter(folder / "b", WEIGHTS, seed=2, rank=9, alpha=3, dtype=torch.bfloat16),
         write_adapter(folder / "c", WEIGHTS, seed=3, rank=2, alpha=4, targets=every, use_rslora=True),
+        write_adapter(folder / "d", WEIGHTS, seed=4, rank=3, alpha=6, targets=every, use_dora=True),
     ]
 
 
-SCALES = [2.0, 1 / 3, 4 / math.sqrt(2)]
+SCALES = [2.0, 1 / 3, 4 / math.sqrt(2), 2.0]
 
 
 def chosen(path: Path | None) -> LoRARequest | None:
@@ -104,8 +106,8 @@ def test_no_request_sees_the_adapters_of_others(
     backend: str, options: dict[str, Any], base: Path, paths: list[Path]
 ) -> None:
     llm = engine(base, backend, enable_lora=True, **options)
-    requests = [None, paths[0], paths[1], paths[2], paths[0], None, paths[2], paths[1]]
-    prompts = [PROMPT[: 9 + 3 * (i % 4)] for i in range(8)]
+    requests = [None, *paths, paths[0], None, paths[3], paths[2], paths[1]]
+    prompts = [PROMPT[: 9 + 3 * (i % 4)] for i in range(len(requests))]
     together = answers(llm, requests, prompts)
     llm.reset_prefix_cache()
     alone = [answers(llm, [request], [prompt])[0] for request, prompt in zip(requests, prompts, strict=True)]
@@ -131,14 +133,17 @@ def test_the_records_of_adapters_are_those_of_the_reference(base: Path, paths: l
     llm = engine(base, "cpu", enable_lora=True)
     answers(llm, paths)
     program = cast(TapedProgram, cast(Runner, llm.core.executor).program)
-    chunks = Chunks([0, 0, 0], [PROMPT, PROMPT[:5], PROMPT[:7]], [[0, 1], [2], [3]], adapters=[2, -1, 0])
+    chunks = Chunks([0, 0, 0], [PROMPT, PROMPT[:5], PROMPT[:7]], [[0, 1], [2], [3]], adapters=[3, -1, 0])
     dims = program.fill(chunks, [26, 31, 38])
     assert verify(program.tape, dims) == []
-    # The control: a slot that has another adapter's rank.
-    [node] = [node for node in program.tape.nodes if node.op == "adapt_in"][:1]
-    node.fields["table"] = node.fields["table"].copy()
-    node.fields["table"]["scale"] *= 2
-    assert [each.op for each in verify(program.tape, dims)][:1] == ["adapt_in"]
+    # The controls: a slot that has another adapter's scale, and one whose gains are left out.
+    for op, name in (("adapt_in", "scale"), ("adapt_out", "gains")):
+        [node] = [node for node in program.tape.nodes if node.op == op][:1]
+        whole = node.fields["table"]
+        node.fields["table"] = whole.copy()
+        node.fields["table"][name] *= 2 if name == "scale" else 0
+        assert op in [each.op for each in verify(program.tape, dims)][:1]
+        node.fields["table"] = whole
 
 
 def test_slots_are_loaded_freed_and_bounded(base: Path, paths: list[Path]) -> None:
@@ -176,7 +181,7 @@ def test_an_adapter_in_use_stays(base: Path, paths: list[Path]) -> None:
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, "peft_type 'IA3'; headrace takes LORA alone"),
-    ({"use_dora": True}, "use_dora True is not computed here"),
+    ({"use_dora": "yes"}, "use_dora is 'yes', expected true or false"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not computed here"),
     ({"bias": "all"}, "bias 'all' is not computed here"),
     ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
@@ -226,6 +231,50 @@ def test_files_that_are_damaged_are_named(tmp_path: Path, message: str) -> None:
         read(directory)
 
 
+MAGNITUDES = "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"
+WRONG_MAGNITUDES: dict[str, Callable[[Path], None]] = {
+    "q_proj has no .lora_magnitude_vector": damage(lambda tensors: tensors.__delitem__(MAGNITUDES)),
+    "no vector of floats": damage(lambda tensors: tensors.update({MAGNITUDES: torch.ones(32, 1)})),
+    "q_proj: 31 magnitudes; the layer has 32 outputs": damage(
+        lambda tensors: tensors.update({MAGNITUDES: torch.ones(31)})
+    ),
+    "q_proj: 2 of 32 outputs .* is not finite; the first has the magnitude nan": damage(
+        lambda tensors: tensors.update({MAGNITUDES: torch.cat([torch.ones(30), torch.full((2,), torch.nan)])})
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_MAGNITUDES)
+def test_magnitudes_that_fit_no_rows_are_refused(base: Path, tmp_path: Path, message: str) -> None:
+    path = write_adapter(tmp_path, WEIGHTS, use_dora=True)
+    llm = engine(base, "cpu", enable_lora=True)
+    assert answers(llm, [path])
+    WRONG_MAGNITUDES[message](path)
+    with pytest.raises(RequestError, match=message):
+        answers(engine(base, "cpu", enable_lora=True), [path])
+
+
+def test_a_row_of_zeros_has_no_norm(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weights = WEIGHTS | {name: WEIGHTS[name].clone()}
+    weights[name][7] = 0
+    path = write_adapter(tmp_path / "adapter", WEIGHTS, spread=0.0, use_dora=True)
+    llm = engine(write_llama(tmp_path / "base", weights), "cpu", enable_lora=True)
+    with pytest.raises(RequestError, match=r"o_proj: 1 of 32 outputs have a norm that is 0.*the magnitude 0\.9"):
+        answers(llm, [path])
+
+
+def test_magnitudes_are_read_only_where_the_config_names_them(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, WEIGHTS, use_dora=True)
+    digest = read(path).digest
+    damage(lambda tensors: tensors[MAGNITUDES].mul_(2))(path)
+    assert read(path).digest != digest  # which cached prefixes belong to
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": False}))
+    with pytest.raises(CheckpointError, match="lora_magnitude_vector is no base_model.model"):
+        read(path)
+
+
 def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> None:
     llm = engine(base, "cpu", enable_lora=True)
     others = {"model.layers.7.self_attn.q_proj.weight": torch.zeros(32, 32)}
@@ -254,7 +303,8 @@ def test_the_config_is_checked() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_peft_s_own_files_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"rank_pattern": {"k_proj": 2}}, {"use_dora": True}], ids=str)
+def test_peft_s_own_files_are_read(options: dict[str, Any], tmp_path: Path) -> None:
     """PEFT writes, adapts and merges: its merged model is the measure."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(1)
@@ -264,11 +314,18 @@ def test_peft_s_own_files_are_read(tmp_path: Path) -> None:
     )  # fmt: skip
     transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
     model = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "base")
-    lora = peft.LoraConfig(r=6, lora_alpha=5, target_modules="all-linear", rank_pattern={"k_proj": 2})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=6, lora_alpha=5, target_modules="all-linear", **options)
     adapted = peft.get_peft_model(model, lora)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
+        if "magnitude" in name:
+            parameter.data *= torch.empty_like(parameter).uniform_(0.5, 1.5)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     [got] = answers(engine(tmp_path / "base", "cpu", enable_lora=True), [tmp_path / "adapter"])
@@ -284,7 +341,6 @@ def test_what_peft_writes_and_is_not_computed_is_refused_by_name(tmp_path: Path)
         vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora True is not computed here"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens.* changes the embedding or the head"),
         ({"target_modules": ["lm_head"]}, "lm_head.* changes the embedding or the head"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save .* is not computed here"),
@@ -307,14 +363,15 @@ def test_the_base_may_be_a_gguf_file(base: Path, paths: list[Path], tmp_path: Pa
         np.testing.assert_allclose(ours[1], theirs[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("model_type", ["phi3", "gpt_oss", "deepseek_v3", "qwen3_5_text"])
-def test_layers_of_other_families_are_found_by_name(model_type: str, tmp_path: Path) -> None:
+def test_layers_of_other_families_are_found_by_name(model_type: str, use_dora: bool, tmp_path: Path) -> None:
     """Fused ones, ones whose outputs are reordered, latent attention with shared experts, layers with a state."""
     whole = load_file(tiny(tmp_path / "base", model_type) / "model.safetensors")
     llm = engine(tmp_path / "base", "cpu", enable_lora=True)
     places = cast(TapedProgram, cast(Runner, llm.core.executor).program).model.ops.adapters.places
     layers = {f"{name}.weight": whole[f"{name}.weight"] for name in places}
-    path = write_adapter(tmp_path / "adapter", layers, rank=3, alpha=3, spread=0.1, targets=("",))
+    path = write_adapter(tmp_path / "adapter", layers, rank=3, alpha=3, spread=0.1, targets=("",), use_dora=use_dora)
     shutil.copytree(tmp_path / "base", tmp_path / "merged")
     weights = {name: tensor.float() for name, tensor in whole.items()}
     save_file(merged(weights, path, 1.0), tmp_path / "merged" / "model.safetensors")

@@ -76,6 +76,21 @@ def test_a_scale_gives_what_merged_weights_give(backend: str, tmp_path: Path) ->
     assert got[2] == answers(llm, [load(llm, write_adapter(tmp_path / "half", WEIGHTS, alpha=4)).digest])[0]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch_ref"])
+def test_a_scale_is_of_the_whole_change_that_magnitudes_make(backend: str, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "whole", WEIGHTS, alpha=8, use_dora=True)
+    llm = engine(write_llama(tmp_path / "base"), backend, enable_lora=True)
+    digest = load(llm, path).digest
+    got = answers(llm, [scaled(digest, 0.5), digest, "", scaled(digest, -0.75)])
+    whole = merged(WEIGHTS, path, 2.0)
+    for scale, (ids, numbers) in zip((0.5, 1.0, 0.0, -0.75), got, strict=True):
+        mean = {name: torch.lerp(WEIGHTS[name].float(), whole[name].float(), scale) for name in WEIGHTS}
+        [(expected_ids, expected)] = answers(engine(write_llama(tmp_path / str(scale), mean), backend), [""])
+        assert ids == expected_ids
+        np.testing.assert_allclose(numbers, expected, atol=1e-4)
+    assert len({tuple(numbers) for _, numbers in got}) == 4
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_a_scale_is_peft_s(tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

@@ -381,7 +381,7 @@ APIS = (
         ),
     ),
     Row(
-        "adapters (LoRA)",
+        "adapters (LoRA, DoRA)",
         "yes",
         "`--enable-lora`, `--lora-modules`, `POST /v1/load_lora_adapter`; PEFT's folders and llama.cpp's GGUF files",
         (

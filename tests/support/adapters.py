@@ -30,7 +30,7 @@ def write_adapter(
     **config: Any,
 ) -> Path:
     """Write an adapter with random numbers for the layers of `weights` (a checkpoint's) whose names end in `targets`.
-    `config`: further keys of adapter_config.json."""
+    `config`: further keys of adapter_config.json; with use_dora, magnitudes around the norms of the base's rows."""
     directory.mkdir(parents=True, exist_ok=True)
     keys = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
     (directory / "adapter_config.json").write_text(json.dumps(keys | config))
@@ -42,6 +42,10 @@ def write_adapter(
             for side, shape in (("A", (rank, weight.shape[1])), ("B", (weight.shape[0], rank))):
                 numbers = torch.randn(shape, generator=generator) * spread
                 tensors[f"base_model.model.{layer}.lora_{side}.weight"] = numbers.to(dtype)
+            if config.get("use_dora"):
+                factors = 1 + torch.randn(weight.shape[0], generator=generator) * 0.3
+                magnitudes = weight.float().norm(dim=1) * factors
+                tensors[f"base_model.model.{layer}.lora_magnitude_vector"] = magnitudes.to(dtype)
     save_file(tensors, directory / "adapter_model.safetensors")
     return directory
 
@@ -73,14 +77,17 @@ def write_gguf(adapter: Path, file: Path, base: Path, kind: str = "F32", **field
 
 
 def merged(weights: dict[str, Tensor], adapter: Path, scale: float) -> dict[str, Tensor]:
-    """Return a checkpoint's weights with an adapter's products added."""
+    """Return a checkpoint's weights with an adapter's products added, and its magnitudes, if any, as their rows' norms.
+    Formula 5 of the paper of DoRA (arXiv 2402.09353), as PEFT merges it."""
     sides = load_file(adapter / "adapter_model.safetensors")
     changed = dict(weights)
     for name in sides:
         if name.endswith(".lora_A.weight"):
             layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = sides[name.replace("lora_A", "lora_B")].double()
-            changed[f"{layer}.weight"] = (
-                weights[f"{layer}.weight"].double() + scale * b @ sides[name].double()
-            ).float()
+            whole = weights[f"{layer}.weight"].double() + scale * b @ sides[name].double()
+            magnitudes = sides.get(name.replace("lora_A.weight", "lora_magnitude_vector"))
+            if magnitudes is not None:
+                whole *= (magnitudes.double() / whole.norm(dim=1))[:, None]
+            changed[f"{layer}.weight"] = whole.float()
     return changed

@@ -1,5 +1,8 @@
 """Adapters of linear layers (LoRA; Hu et al. 2021, arXiv 2106.09685): y = W x + scale * B (A x) for some rows.
 
+One with magnitudes (DoRA; Liu et al. 2024, arXiv 2402.09353) gives each row of W + scale * B A a norm of its own. It is
+made a `NormedAdapter` when it is prepared, so that the base's product stays that of all rows.
+
 `Adapters` knows which matrices may have one, by the names of their layers in the checkpoint, and has a fixed number of
 slots; a backend keeps the weights in its own form. Knows names, shapes and slots; must not know files or requests.
 Called by backends' ops, and by `engine.library`, which fills it.
@@ -15,14 +18,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.arrays import cast, floats, type_name
+
+SLAB_NUMBERS = 2**20
+"""Most weights of the base that are read at once."""
 
 
 class LayerAdapter(NamedTuple):
-    """The adapter of one layer: `a` [rank, in] and `b` [out, rank], of types of `quant.arrays.PLAIN`, and `scale`."""
+    """The adapter of one layer: `a` [rank, in] and `b` [out, rank], of types of `quant.arrays.PLAIN`, and `scale`.
+
+    magnitudes: DoRA's, float32 [out], the norms of the rows of the weights with the adapter; None: as they come.
+    """
 
     a: NDArray[Any]
     b: NDArray[Any]
     scale: float
+    magnitudes: NDArray[np.float32] | None = None
+
+
+class NormedAdapter(NamedTuple):
+    """The adapter of one layer as backends compute it: it adds scale * (B A x + gains * y + shifts) to the base's
+    product y, bias included. gains, shifts: float32 [out], the rows of one array; None for zeros."""
+
+    a: NDArray[Any]
+    b: NDArray[Any]
+    scale: float
+    gains: NDArray[np.float32] | None = None
+
+    @property
+    def stored_type(self) -> str:
+        """The smallest type that has the numbers of both matrices exactly."""
+        names = {type_name(self.a), type_name(self.b)}
+        if len(names) == 1 and names < {"float16", "bfloat16"}:
+            return names.pop()
+        for name in ("bfloat16", "float16"):
+            if all(np.array_equal(floats(cast(each, name)), floats(each)) for each in (self.a, self.b)):
+                return name
+        return "float32"
 
 
 class Layers(Protocol):
@@ -75,17 +107,54 @@ class Adapters(ABC):
     def prepare(self, layers: Mapping[str, LayerAdapter]) -> Prepared:
         """Return the adapters of some layers in the backend's form. Changes nothing, so any thread may call it.
 
-        Raises `CheckpointError` for a layer that the model does not have or that takes none, and for weights of another
-        shape.
+        Raises `CheckpointError` for a layer that the model does not have or that takes none, for weights of another
+        shape, and for rows without a norm that magnitudes could replace.
         """
         for name, layer in layers.items():
             self._check(name, layer)
         prepared = []
-        for name, (a, b, scale) in layers.items():
+        for name, (a, b, scale, magnitudes) in layers.items():
             place = self.places[name]
-            b = b if place.order is None else b[place.order]
-            prepared.append((place, self._prepare(LayerAdapter(a, b, scale))))
+            order = slice(None) if place.order is None else place.order
+            normed = NormedAdapter(a, b[order], scale)
+            if magnitudes is not None:
+                normed = self._normed(name, normed, magnitudes[order])
+            prepared.append((place, self._prepare(normed)))
         return prepared
+
+    def _normed(self, name: str, layer: NormedAdapter, magnitudes: NDArray[np.float32]) -> NormedAdapter:
+        """Return a layer whose rows, in the matrix's order, get the norms `magnitudes`.
+
+        With f = magnitudes / |W + scale * B A| its output f * (W + scale * B A) x + bias is
+        y + f * scale * B A x + (f - 1) * (y - bias)."""
+        place, a = self.places[name], np.ascontiguousarray(floats(layer.a))
+        b = floats(layer.b) * np.float32(layer.scale)
+        norms, biases = np.empty(place.num_out), np.zeros(place.num_out)
+        for at, weights, bias in self._base_of(place):
+            rows = slice(at, at + len(weights))
+            norms[rows] = np.sqrt(np.square(weights + b[rows] @ a, dtype=np.float64).sum(axis=1))
+            biases[rows] = 0 if bias is None else bias
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factors = magnitudes / norms
+            gains = np.stack([factors - 1, (1 - factors) * biases]).astype(np.float32)
+            b = (b * factors[:, None]).astype(np.float32)
+        wrong = np.flatnonzero(~np.isfinite(gains).all(axis=0))
+        if len(wrong):
+            raise CheckpointError(
+                f"{name}: {len(wrong)} of {place.num_out} outputs have a norm that is 0, or a norm or magnitude (DoRA) "
+                f"that is not finite; the first has the magnitude {magnitudes[wrong[0]]:g}"
+            )
+        return NormedAdapter(a, b, 1.0, gains)
+
+    def _base_of(self, place: Place) -> Iterator[tuple[int, NDArray[np.float32], NDArray[np.float32] | None]]:
+        """Yield the base's weights and biases of a layer some rows at a time, and which row comes first: numbers of
+        four bytes take much more memory than the matrix."""
+        begin, end, step = place.begin, place.begin + place.num_out, max(1, SLAB_NUMBERS // place.num_in)
+        # A matrix of several forms has parts, whose outputs follow each other.
+        for part in getattr(place.matrix, "parts", (place.matrix,)):
+            for first in range(max(0, begin), min(end, part.num_out), step):
+                yield first - begin, *self._base(part, first, min(first + step, end, part.num_out))
+            begin, end = begin - part.num_out, end - part.num_out
 
     def load(self, slot: int, prepared: Prepared) -> None:
         """Put adapters of layers into a slot, in place of those that are there."""
@@ -103,7 +172,12 @@ class Adapters(ABC):
         """Free a slot."""
 
     @abstractmethod
-    def _prepare(self, layer: LayerAdapter) -> Any:
+    def _base(self, part: Any, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return the weights [last - first, in] of some outputs of a matrix, or of a part of one, and their biases, if
+        it has some."""
+
+    @abstractmethod
+    def _prepare(self, layer: NormedAdapter) -> Any:
         """Return the adapter of one layer in the backend's form."""
 
     @abstractmethod
@@ -122,3 +196,5 @@ class Adapters(ABC):
                 f"{name}: A {list(shapes[0])} and B {list(shapes[1])}; the layer takes [{rank}, {place.num_in}] and "
                 f"[{place.num_out}, {rank}]"
             )
+        if layer.magnitudes is not None and layer.magnitudes.shape != (place.num_out,):
+            raise CheckpointError(f"{name}: {layer.magnitudes.size} magnitudes; the layer has {place.num_out} outputs")

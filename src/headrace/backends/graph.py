@@ -69,7 +69,7 @@ class Node:
 class Value:
     """Rows of `width` floats of `item_bytes` bytes in the columns of `buffer` from `column` on. Models may add two
     values, no more. `codes` are its codes in each form in which a node reads them. `tail`: the last node that has added
-    to what `node` made, in place."""
+    to what `node` made, in place, and takes its residual too."""
 
     graph: Graph
     buffer: Buffer
@@ -166,7 +166,8 @@ class Graph:
         if node is not None and is_apart and self._adds_residual(y, node):
             x.num_uses += 1
             x.buffer.last = max(x.buffer.last, len(self.nodes) - 1)
-            node.fields |= {"residual": x.at, "ld_res": x.ld}
+            for each in (node, y.tail or node):
+                each.fields |= {"residual": x.at, "ld_res": x.ld}
             return y
         out = self.value(x.width, x.dim, max(x.item_bytes, y.item_bytes))
         fields = {"x": self.read(x), "ld_x": x.ld, "y": self.read(y), "ld_y": y.ld, "width": x.width}

@@ -1,4 +1,4 @@
-"""Reads adapters in PEFT's layout (adapter_config.json and adapter_model.safetensors), LoRA alone, and by
+"""Reads adapters in PEFT's layout (adapter_config.json and adapter_model.safetensors), LoRA and DoRA alone, and by
 `gguf_adapters` in llama.cpp's.
 
 Everything in the config that would change the output and that headrace does not compute is refused by name. Knows files
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, SIDES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
+MAGNITUDES = ".lora_magnitude_vector"
 
 ENDS = re.compile(r"\.lora_embedding_[AB]$|(^|\.)(embed_tokens|wte|lm_head)\.")
 REFUSED = {
-    "use_dora": "DoRA: it scales the base's products too, by the norms of weights that are packed here; merge it",
     "modules_to_save": "whole layers in place of the base's, which all rows of a step share; merge them",
     "bias": "biases that were trained too",
     "lora_bias": "a bias of B",
@@ -49,7 +49,7 @@ HARMLESS = frozenset(
     "peft_type task_type auto_mapping base_model_name_or_path revision inference_mode r lora_alpha lora_dropout "
     "target_modules exclude_modules use_rslora rank_pattern alpha_pattern fan_in_fan_out init_lora_weights "
     "layers_to_transform layers_pattern megatron_core loftq_config eva_config corda_config runtime_config peft_version "
-    "qalora_group_size ensure_weight_tying arrow_config lora_ga_config".split()
+    "qalora_group_size ensure_weight_tying arrow_config lora_ga_config use_dora".split()
 )
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base's weights: the adapter fits those alone."""
@@ -90,11 +90,12 @@ def _read_folder(directory: Path) -> Adapter:
 
 def _adapter(layers: Mapping[str, LayerAdapter], base: str = "") -> Adapter:
     hasher = sha256()
-    for name, (a, b, scale) in sorted(layers.items()):
-        for part in (name, type_name(a), str(a.shape), type_name(b), str(b.shape), scale.hex()):
+    for name, (a, b, scale, magnitudes) in sorted(layers.items(), key=lambda item: item[0]):
+        arrays = [a, b] if magnitudes is None else [a, b, magnitudes]
+        for part in (name, *(each for array in arrays for each in (type_name(array), str(array.shape))), scale.hex()):
             hasher.update(part.encode() + b"\0")
-        hasher.update(a.tobytes())
-        hasher.update(b.tobytes())
+        for array in arrays:
+            hasher.update(array.tobytes())
     return Adapter(layers, hasher.hexdigest(), max(len(layer.a) for layer in layers.values()), base)
 
 
@@ -119,6 +120,7 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
     values = ModelConfig(dict(config))
     rank, alpha = values.integer("r"), values.number("lora_alpha", 8.0)
     ranks, alphas = (_pattern(config, name, path) for name in ("rank_pattern", "alpha_pattern"))
+    ends = (*SIDES, MAGNITUDES) if values.flag("use_dora", False) else SIDES
     sides: dict[str, dict[str, Any]] = {}
     for name in file.entries:
         if ENDS.search(name):
@@ -126,15 +128,15 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
                 f"{file.path}: {name} changes the embedding or the head, which all rows of a step share and which take "
                 "no adapter; train without it, or merge the adapter into the weights"
             )
-        side = next((side for side in SIDES if name.endswith(side)), None)
+        side = next((side for side in ends if name.endswith(side)), None)
         if side is None or not name.startswith(PREFIX):
-            raise CheckpointError(f"{file.path}: {name} is no {PREFIX}<layer>{SIDES[0]} or {SIDES[1]}")
-        values_of = file.array(name)
-        if type_name(values_of) not in PLAIN or values_of.ndim != 2:
+            raise CheckpointError(f"{file.path}: {name} is no {PREFIX}<layer>{' or '.join(ends)}")
+        values_of, kind = file.array(name), "vector" if side == MAGNITUDES else "matrix"
+        if type_name(values_of) not in PLAIN or values_of.ndim != (1 if side == MAGNITUDES else 2):
             raise CheckpointError(
-                f"{file.path}: {name} is {type_name(values_of)} {list(values_of.shape)}, no matrix of floats"
+                f"{file.path}: {name} is {type_name(values_of)} {list(values_of.shape)}, no {kind} of floats"
             )
-        if type_name(values_of) == "float64":
+        if type_name(values_of) == "float64" or side == MAGNITUDES:
             values_of = cast(values_of, "float32")
         layer = text_name(name.removeprefix(PREFIX).removesuffix(side))
         if layer is None:
@@ -142,8 +144,8 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
         sides.setdefault(layer, {})[side] = values_of
     layers: dict[str, LayerAdapter] = {}
     for layer, pair in sides.items():
-        if len(pair) < 2:
-            raise CheckpointError(f"{file.path}: {layer} has no {(set(SIDES) - pair.keys()).pop()}")
+        if len(pair) < len(ends):
+            raise CheckpointError(f"{file.path}: {layer} has no {next(each for each in ends if each not in pair)}")
         a, b = (pair[side] for side in SIDES)
         of_layer = _of(ranks, layer, rank)
         if len(a) != of_layer or b.shape[1] != of_layer or of_layer < 1:
@@ -152,7 +154,7 @@ def _layers(file: MappedFile, config: Mapping[str, Any], path: Path) -> dict[str
                 f"{of_layer:g}"
             )
         root = math.sqrt(of_layer) if config.get("use_rslora") else of_layer
-        layers[layer] = LayerAdapter(a, b, float(_of(alphas, layer, alpha)) / root)
+        layers[layer] = LayerAdapter(a, b, float(_of(alphas, layer, alpha)) / root, pair.get(MAGNITUDES))
     if not layers:
         raise CheckpointError(f"{file.path} has no adapters")
     return layers

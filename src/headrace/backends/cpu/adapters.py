@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.adapters import Adapters, LayerAdapter, Layers, Place
+from headrace.backends.adapters import Adapters, Layers, NormedAdapter, Place
 from headrace.backends.cpu.memory import aligned
-from headrace.quant.arrays import cast, floats, type_name
+from headrace.quant.arrays import cast
 
 if TYPE_CHECKING:
+    from headrace.backends.cpu.matrix import CpuMatrix
     from headrace.backends.graph import Graph, Value
     from headrace.backends.step import StepRows
 
-PART = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i4"), ("type", "i4"), ("scale", "f8")])
+PART = np.dtype([("a", "u8"), ("b", "u8"), ("rank", "i4"), ("type", "i4"), ("scale", "f8"), ("gains", "u8")])
 TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 LANES = 16
 
 
 class Stored(NamedTuple):
-    """The adapter of a layer in the form of the records: A [rank, in] and B transposed [rank, out], both padded."""
+    """The adapter of a layer in the form of the records: A [rank, in], B transposed [rank, out] and gains [2, out], all
+    padded."""
 
     a: NDArray[Any]
     b: NDArray[Any]
-    rank: int
-    type: int
-    scale: float
+    gains: NDArray[np.float32] | None
+    entry: tuple[int | float, ...]
 
 
 class Spot:
@@ -41,7 +42,7 @@ class Spot:
         self.num_in = num_in
         self.begins = np.cumsum([0, *widths], dtype=np.int64)
         self.table = np.zeros((num_slots, len(widths)), PART)
-        self.matrices: dict[tuple[int, int], tuple[NDArray[Any], NDArray[Any]]] = {}
+        self.layers: dict[tuple[int, int], Stored] = {}
 
 
 class CpuAdapters(Adapters):
@@ -59,25 +60,29 @@ class CpuAdapters(Adapters):
     def clear(self, slot: int) -> None:
         for spot in self.spots.values():
             spot.table[slot] = 0
-            for key in [key for key in spot.matrices if key[0] == slot]:
-                del spot.matrices[key]
+            spot.layers = {key: layer for key, layer in spot.layers.items() if key[0] != slot}
 
     def share(self, slot: int, source: int, factor: float) -> None:
         self.clear(slot)
         for spot in self.spots.values():
             spot.table[slot] = spot.table[source]
             spot.table[slot]["scale"] *= factor
-            parts = range(len(spot.begins) - 1)
-            spot.matrices |= {(slot, i): spot.matrices[source, i] for i in parts if (source, i) in spot.matrices}
+            spot.layers |= {(slot, part): layer for (of, part), layer in spot.layers.items() if of == source}
 
-    def _prepare(self, layer: LayerAdapter) -> Stored:
-        dtype = stored_type(layer)
-        return Stored(padded(layer.a, dtype), padded(layer.b.T, dtype), len(layer.a), TYPES[dtype], layer.scale)
+    def _base(self, part: CpuMatrix, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        return part.dense(first, last), None if part.bias is None else part.bias[first:last]
+
+    def _prepare(self, layer: NormedAdapter) -> Stored:
+        dtype = layer.stored_type
+        a, b = padded(layer.a, dtype), padded(layer.b.T, dtype)
+        gains = None if layer.gains is None else padded(layer.gains, "float32")
+        at = 0 if gains is None else gains.ctypes.data
+        return Stored(a, b, gains, (a.ctypes.data, b.ctypes.data, len(layer.a), TYPES[dtype], layer.scale, at))
 
     def _put(self, slot: int, place: Place, layer: Stored) -> None:
-        spot, (a, b, *facts) = self.spots[place.matrix], layer
-        spot.matrices[slot, place.part] = a, b
-        spot.table[slot, place.part] = a.ctypes.data, b.ctypes.data, *facts
+        spot = self.spots[place.matrix]
+        spot.layers[slot, place.part] = layer
+        spot.table[slot, place.part] = layer.entry
 
     def before(self, graph: Graph, x: Value, matrix: Any) -> Value | None:
         """Put the record of A x for a matrix that may have adapters, and return its outputs."""
@@ -91,28 +96,19 @@ class CpuAdapters(Adapters):
         return out
 
     def after(self, graph: Graph, inner: Value, matrix: Any, out: Value) -> None:
-        """Put the record that adds B `inner` to the product `out`."""
+        """Put the record that adds B `inner` to the product `out`. Gains are of the product alone: a residual that goes
+        into it must be told to the record too."""
         spot, rows = self.spots[matrix], self.rows
         if rows is None:
             raise ValueError("no program is recorded")
         fields = self._fields(spot, rows) | {"begins": spot.begins, "x": graph.read(inner), "ld_x": inner.ld}
         graph.touch(out.buffer)
-        out.tail = graph.put("adapt_out", out.dim, None, fields | {"out": out.at, "ld_out": out.ld})
+        fields |= {"residual": None, "ld_res": 0, "out": out.at, "ld_out": out.ld}
+        out.tail = graph.put("adapt_out", out.dim, None, fields)
 
     def _fields(self, spot: Spot, rows: StepRows) -> dict[str, Any]:
         facts = {"tiles": rows.adapted, "list": rows.adapted_rows, "table": spot.table}
         return facts | {"parts": len(spot.begins) - 1, "max_rank": self.max_rank}
-
-
-def stored_type(layer: LayerAdapter) -> str:
-    """Return the smallest type that has the numbers of both matrices exactly."""
-    names = {type_name(layer.a), type_name(layer.b)}
-    if len(names) == 1 and names < {"float16", "bfloat16"}:
-        return names.pop()
-    for name in ("bfloat16", "float16"):
-        if all(np.array_equal(floats(cast(each, name)), floats(each)) for each in (layer.a, layer.b)):
-            return name
-    return "float32"
 
 
 def padded(values: NDArray[Any], dtype: str) -> NDArray[Any]:

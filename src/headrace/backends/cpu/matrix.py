@@ -125,13 +125,14 @@ class CpuMatrix:
     def act_group(self) -> int:
         return self.group or ACT_GROUP
 
-    def dense(self) -> NDArray[np.float32]:
-        """The weights as float32 [num_out, num_in], for tests and tools."""
-        out = unpacked(self.kind, self.data, self.num_out, self.num_in, self.act_group, self.flag)
+    def dense(self, first: int = 0, last: int | None = None) -> NDArray[np.float32]:
+        """The weights of outputs first ... last - 1 (None: of all others) as float32 [outputs, num_in]."""
+        rows = range(self.num_out)[first:last]
+        out = unpacked(self.kind, self.data, self.num_out, self.num_in, self.act_group, self.flag, rows)
         if self.permutation is not None:
             out = out[:, self.permutation.argsort()]
         if self.outliers is not None:
-            out[:, self.outliers.columns] = self.outliers.kept.dense()
+            out[:, self.outliers.columns] = self.outliers.kept.dense(first, last)
         return out
 
 
@@ -189,13 +190,13 @@ def parts_of(matrix: CpuMatrix | CpuStack) -> tuple[CpuMatrix, ...]:
 
 
 def unpacked(
-    kind: str, data: NDArray[np.uint8], num_out: int, num_in: int, act_group: int, flag: int
+    kind: str, data: NDArray[np.uint8], num_out: int, num_in: int, act_group: int, flag: int, rows: range
 ) -> NDArray[np.float32]:
-    """Packed weights as float32 [num_out, num_in]. kind and flag: see HrFormat in csrc/include/kernels.h."""
+    """Rows of packed weights as float32 [rows, num_in]. kind and flag: see HrFormat in csrc/include/kernels.h."""
     native = require_native()
-    out = np.empty((num_out, num_in), np.float32)
-    for row in range(num_out):
-        native.unpack_row(kind, data.ctypes.data, num_out, num_in, act_group, flag, row, out[row].ctypes.data)
+    out = np.empty((len(rows), num_in), np.float32)
+    for row, into in zip(rows, out, strict=True):
+        native.unpack_row(kind, data.ctypes.data, num_out, num_in, act_group, flag, row, into.ctypes.data)
     return out
 
 

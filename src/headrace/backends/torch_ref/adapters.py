@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.adapters import Adapters, LayerAdapter, Place
+from headrace.backends.adapters import Adapters, NormedAdapter, Place
 from headrace.backends.tiles import rows_of_slots
 from headrace.backends.torch_ref.rowwise import padded, products
 from headrace.backends.torch_ref.tensors import tensor
@@ -18,14 +20,23 @@ if TYPE_CHECKING:
     from headrace.backends.step import Chunks
 
 
+class RefLayer(NamedTuple):
+    """The adapter of a layer: A [in, rank] and B [rank, out] in multiples of 16; gains [2, out], or None."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    gains: Tensor | None
+
+
 class RefAdapters(Adapters):
     """`rows`: of the current step, those of each slot."""
 
     def __init__(self, num_slots: int, max_rank: int, device: torch.device) -> None:
         super().__init__(num_slots, max_rank)
         self.device, self.rows = device, dict[int, Tensor]()
-        # By matrix: of each slot the layers' places and weights, A [in, rank] and B [rank, out], in multiples of 16.
-        self._layers: dict[Any, dict[int, list[tuple[Place, Tensor, Tensor, float]]]] = defaultdict(dict)
+        # By matrix: of each slot the layers and their places.
+        self._layers: dict[Any, dict[int, list[tuple[Place, RefLayer]]]] = defaultdict(dict)
 
     def follow(self, chunks: Chunks) -> None:
         """Take the rows of a step."""
@@ -41,14 +52,20 @@ class RefAdapters(Adapters):
         self.clear(slot)
         for of_matrix in self._layers.values():
             if source in of_matrix:
-                of_matrix[slot] = [(place, a, b, scale * factor) for place, a, b, scale in of_matrix[source]]
+                layers = of_matrix[source]
+                of_matrix[slot] = [(place, layer._replace(scale=layer.scale * factor)) for place, layer in layers]
 
-    def _prepare(self, layer: LayerAdapter) -> tuple[Tensor, Tensor, float]:
+    def _base(self, part: Any, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        weights = part.data[: part.num_in, first:last].t()
+        return weights.cpu().numpy(), None if part.bias is None else part.bias[first:last].cpu().numpy()
+
+    def _prepare(self, layer: NormedAdapter) -> RefLayer:
         a, b = (_along(tensor(each).float().T, self.device) for each in (layer.a, layer.b))
-        return a, b, layer.scale
+        gains = None if layer.gains is None else tensor(layer.gains).to(self.device)
+        return RefLayer(a, b, layer.scale, gains)
 
-    def _put(self, slot: int, place: Place, layer: tuple[Tensor, Tensor, float]) -> None:
-        self._layers[place.matrix].setdefault(slot, []).append((place, *layer))
+    def _put(self, slot: int, place: Place, layer: RefLayer) -> None:
+        self._layers[place.matrix].setdefault(slot, []).append((place, layer))
 
     def added(self, x: Tensor, matrix: Any, out: Tensor) -> Tensor:
         """Return the product `out` of x, float32, with what the adapters of its rows add."""
@@ -57,9 +74,13 @@ class RefAdapters(Adapters):
             return out
         out = out.clone()
         for slot, rows in self.rows.items():
-            for place, a, b, scale in layers.get(slot, ()):
-                inner = _product(x[rows].float(), a) * scale
-                out[rows, place.begin : place.begin + place.num_out] += _product(inner, b)[:, : place.num_out]
+            for place, layer in layers.get(slot, ()):
+                columns = slice(place.begin, place.begin + place.num_out)
+                inner = _product(x[rows].float(), layer.a) * layer.scale
+                added = _product(inner, layer.b)[:, : place.num_out]
+                if layer.gains is not None:
+                    added += (out[rows, columns] * layer.gains[0] + layer.gains[1]) * layer.scale
+                out[rows, columns] += added
         return out
 
 

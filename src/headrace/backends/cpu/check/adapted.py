@@ -47,10 +47,19 @@ def adapt_in(view: Any) -> Expected:
 def adapt_out(view: Any) -> Expected:
     max_rank, begins = view["max_rank"], view["begins"]
     x, out = view.rows(view["parts"] * max_rank), view.rows(int(begins[-1]), "out", "ld_out").clone()
+    residual = None if view["residual"] is None else view.rows(int(begins[-1]), "residual", "ld_res")
 
     def add(slot: int, part: int, rows: list[int]) -> None:
         b = _weights(view, slot, part, "b", int(begins[part + 1] - begins[part]))
-        first = part * max_rank
-        out[rows, begins[part] : begins[part + 1]] += x[rows, first : first + len(b)] @ b
+        first, entry, columns = part * max_rank, view["table"][slot, part], slice(begins[part], begins[part + 1])
+        y = out[rows, columns]
+        added = x[rows, first : first + len(b)] @ b
+        if entry["gains"]:
+            width = -(-b.shape[1] // 16) * 16
+            raw = ctypes.string_at(int(entry["gains"]), 8 * width)
+            gain, shift = torch.frombuffer(bytearray(raw), dtype=torch.float32).view(2, width)[:, : b.shape[1]]
+            product = y if residual is None else y - residual[rows, columns]
+            added += (product * gain + shift) * float(entry["scale"])
+        out[rows, columns] = y + added
 
     return _adapted(view, out, add)

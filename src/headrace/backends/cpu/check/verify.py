@@ -284,7 +284,7 @@ def _linear(view: View) -> Expected:
         flag = view["weight_group"] if kind == "i8" else view["form"]
         if kind == "i4" and flag >= FIRST_BOOK:
             flag += BESIDE_INT8
-    dense = torch.from_numpy(unpacked(kind, view["weights"], num_out, num_in, group, flag))
+    dense = torch.from_numpy(unpacked(kind, view["weights"], num_out, num_in, group, flag, range(num_out)))
     y = view.ops.linear(x, view.ops.matrix(source_of([QWeight(dense)], ""), view.constant("bias")))
     return {"out": _with_residual(view, y)}
 
