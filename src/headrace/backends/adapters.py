@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import cast, floats, type_name
 
-SLAB_NUMBERS = 2**20
+SLAB_NUMBERS = 2**17
 """Most weights of the base that are read at once."""
 
 
@@ -132,7 +132,11 @@ class Adapters(ABC):
         norms, biases = np.empty(place.num_out), np.zeros(place.num_out)
         for at, weights, bias in self._base_of(place):
             rows = slice(at, at + len(weights))
-            norms[rows] = np.sqrt(np.square(weights + b[rows] @ a, dtype=np.float64).sum(axis=1))
+            whole = weights.T.copy()
+            # One rank after the other, and sums down the columns: the order of `@` depends on the processor.
+            for row, column in zip(a, b[rows].T, strict=True):
+                whole += np.multiply.outer(row, column)
+            norms[rows] = np.sqrt(np.square(whole, dtype=np.float64).sum(axis=0))
             biases[rows] = 0 if bias is None else bias
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             factors = magnitudes / norms
