@@ -178,8 +178,8 @@ def failures(samples: Iterable[Sample], shape: str) -> list[tuple[str, str, str]
 
 def instructions(samples: Iterable[Sample], shape: str) -> dict[str, str]:
     """What each engine says of the vector and matrix instructions that it uses here, by its name."""
-    told = [sample for sample in samples if sample.get("shape") == shape and sample.get("instructions")]
-    return {str(sample["peer"]): str(sample["instructions"]) for sample in told}
+    speaking = [sample for sample in samples if sample.get("shape") == shape and sample.get("instructions")]
+    return {str(sample["peer"]): str(sample["instructions"]) for sample in speaking}
 
 
 def limit(samples: Iterable[Sample], name: str) -> float | None:
