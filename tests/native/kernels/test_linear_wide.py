@@ -53,7 +53,7 @@ class Weights:
         return np.where(codes & 127 == 127, 0, codes) if self.kind == "f8" else codes, d, m
 
     def floats(self) -> Floats:
-        return unpacked(self.kind, self.packed, self.num_out, self.num_in, self.group, self.flag)
+        return unpacked(self.kind, self.packed, self.num_out, self.num_in, self.group, self.flag, range(self.num_out))
 
 
 def linear(isa: str, x: Floats, w: Weights, *, num_threads: int = 1, **values: Any) -> Floats:
