@@ -93,8 +93,8 @@ HR_INLINE void columns_of(const HrArgs_adapt_out* a, const Tile& tile, int64_t p
         for (int r = 0; r < rows; r++) {
             const V y = load_some(out[r] + j, n);
             if (p.gains) {
-                V own = y;
-                if (a->residual) own = sub(y, load_some(a->residual + tile.rows[r] * a->ld_res + first + j, n));
+                const int64_t at = tile.rows[r] * a->ld_res + first + j;
+                const V own = a->residual ? sub(y, load_some(a->residual + at, n)) : y;
                 sum[r] = fma(set1((float)p.scale), fma(load(p.gains + j), own, load(p.gains + width + j)), sum[r]);
             }
             store_some(out[r] + j, add(y, sum[r]), n);

@@ -214,7 +214,7 @@ def test_control_a_product_over_all_rows_is_noticed(
         num_in, num_out = fields["num_in"], fields["num_out"]
         key = fields["weights"].ctypes.data
         if key not in dense:
-            dense[key] = unpacked("f", fields["weights"], num_out, num_in, 0, fields["type"])
+            dense[key] = unpacked("f", fields["weights"], num_out, num_in, 0, fields["type"], range(num_out))
         out = view.array("x", np.float32, view.num_rows, fields["ld_x"])[:, :num_in] @ dense[key].T
         if fields["residual"] is not None:
             out += view.array("residual", np.float32, view.num_rows, fields["ld_res"])[:, :num_out]

@@ -53,10 +53,9 @@ typedef int32_t Sums[4][TILE][HR_LANES];
 struct Block {
     int8_t* codes;
     float *d, *m; /* [run][32] */
-    int64_t runs;
-    bool first, last; /* of the row */
+    int64_t runs, share;
+    bool first, last;    /* of the row */
     const uint8_t* next; /* stored weights that are fetched while it is used, `share` bytes with each run */
-    int64_t share;
 };
 
 /* A tile of rows: what it is multiplied with, and where it goes. */
@@ -104,8 +103,7 @@ HR_INLINE void store_half(Sums& to) {
     store_tile<2 * half>(to[2 * half], HR_LINE), store_tile<2 * half + 1>(to[2 * half + 1], HR_LINE);
 }
 
-/* A run of a tile of rows by a panel: its first half to `to`, and the second half of the run before, if any, to `before`.
- * `both`: the tile has rows in its second half. */
+/* A run of a tile of rows by a panel: its first half to `to`; of the run before, if any and if there are `both`, the second to `before`. */
 HR_INLINE void multiply_run(const uint8_t* w, const uint8_t* a, const Cut& c, bool both, Sums& to, Sums* before) {
     zero_tile<0>(), zero_tile<1>();
     for (int64_t k = 0; k < c.run; k += c.chunk, w += c.chunk * HR_PANEL, a += c.chunk * ROWS) {
@@ -265,8 +263,7 @@ static void on_tiles(const Linear& p, const Cut& c, HrTask* task) {
         for (int64_t g = 0; g < p.l.groups; g += groups, w += groups * p.l.group_bytes) {
             open_block<mode, kind>(p, c, w, g, at_most(p.l.groups, g + groups), block);
             block.next = w + groups * p.l.group_bytes;
-            const int64_t times = block.runs * ((rows + ROWS - 1) / ROWS);
-            block.share = (groups * p.l.group_bytes / times + HR_LINE - 1) / HR_LINE * HR_LINE;
+            block.share = (groups * p.l.group_bytes * ROWS / (block.runs * fit) + HR_LINE - 1) / HR_LINE * HR_LINE;
             for (int64_t r = 0; r < rows; r += ROWS, a += block.runs * (c.run + (with_min(mode) ? 8 : 4)) * ROWS) {
                 const int n = (int)at_most(ROWS, rows - r);
                 if (block.last) fetch_rows(p, row + r, n, panel);
