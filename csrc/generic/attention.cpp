@@ -23,17 +23,6 @@ struct Span {
     int64_t ld_v;
 };
 
-struct Scratch {
-    char* at;
-    template <class T>
-    T* take(int64_t count) {
-        T* p = (T*)at;
-        at += ((size_t)count * sizeof(T) + 63) / 64 * 64;
-        return p;
-    }
-};
-
-
 /* Tile t of `span` is the one that holds position p. */
 template <class K>
 void point_at_tile(const Cache& c, const Keys& keys, int64_t p, int64_t t, Span* span) {

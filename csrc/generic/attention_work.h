@@ -20,6 +20,16 @@ inline int64_t end_of(const HrArgs_attention* a, int64_t chunk, int64_t p) {
     return p + 1 + least(a->ahead, a->start[chunk] + a->row_begin[chunk + 1] - a->row_begin[chunk] - (p + 1));
 }
 
+struct Scratch {
+    char* at;
+    template <class T>
+    T* take(int64_t count) {
+        T* p = (T*)at;
+        at += ((size_t)count * sizeof(T) + 63) / 64 * 64;
+        return p;
+    }
+};
+
 struct Piece {
     int64_t chunk, row, rows, kv_head, head, heads; /* `heads` query heads of the kv head's group, from `head` on */
 };
