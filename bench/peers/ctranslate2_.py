@@ -18,7 +18,7 @@ class CTranslate2:
         self._generator: Any = ctranslate2.Generator(
             job.model, device="cpu", compute_type=job.quant, inter_threads=1, intra_threads=job.threads
         )
-        self.instructions = "not told; oneDNN's or MKL's choice"
+        self.instructions = "not stated; oneDNN's or MKL's choice"
         self.weight_bytes: int | None = os.path.getsize(Path(job.model) / "model.bin")
 
     def prepare(self, num_seqs: int, length: int) -> None: ...

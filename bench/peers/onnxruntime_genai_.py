@@ -20,7 +20,7 @@ class OnnxRuntime:
 
         self._library, self._numpy = onnxruntime_genai, numpy
         self._model = onnxruntime_genai.Model(job.model)
-        self.instructions = "not told; MLAS's choice"
+        self.instructions = "not stated; MLAS's choice"
         self.weight_bytes: int | None = sum(file.stat().st_size for file in Path(job.model).glob("*.data"))
 
     def prepare(self, num_seqs: int, length: int) -> None: ...

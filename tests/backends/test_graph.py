@@ -118,3 +118,10 @@ def test_the_ints_of_a_step_lie_where_those_of_the_last_did() -> None:
     assert rows.copy_slots[:3].tolist() == [77, 78, 79]
     rows.fill(Chunks([4, 5], [[7], [6]], [[9, 1], [2, 5]]))
     assert not rows.copy_begin.any(), "a step without copies leaves none behind"
+
+
+def test_rows_are_set_apart_where_their_stride_is_a_page_and_nowhere_else() -> None:
+    strides = {
+        apart: [Graph(4, apart).value(width, ROWS).ld for width in (1024, 2048, 1040)] for apart in (True, False)
+    }
+    assert strides == {True: [1024 + 48, 2048 + 48, 1040], False: [1024, 2048, 1040]}

@@ -102,11 +102,14 @@ class Value:
 class Graph:
     """Nodes in the order in which they run. A number of a value has `item_bytes` bytes unless the value says otherwise.
 
+    apart: rows of values are set apart where their stride is a multiple of a page, for they would drive each other out
+    of a processor's caches.
+
     `buffer`, `touch` and `read` keep the lives of buffers: every buffer of a node must pass through them before `put`.
     """
 
-    def __init__(self, item_bytes: int) -> None:
-        self.item_bytes = item_bytes
+    def __init__(self, item_bytes: int, apart: bool = False) -> None:
+        self.item_bytes, self.apart = item_bytes, apart
         self.nodes: list[Node] = []
         self.buffers: dict[Buffer, None] = {}
         self.values: list[Value] = []
@@ -124,7 +127,7 @@ class Graph:
         """Return a new value that the next node fills. `item_bytes` 0: as many as the graph's."""
         item_bytes = item_bytes or self.item_bytes
         row_bytes = item_bytes * width
-        if row_bytes % ALIASED == 0:  # rows that alias in a cache drive each other out of it
+        if self.apart and row_bytes % ALIASED == 0:
             row_bytes += 3 * ALIGN
         value = Value(self, self.buffer(row_bytes, dim), width, item_bytes)
         self.values.append(value)

@@ -96,8 +96,8 @@ class CpuAdapters(Adapters):
         return out
 
     def after(self, graph: Graph, inner: Value, matrix: Any, out: Value) -> None:
-        """Put the record that adds B `inner` to the product `out`. Gains are of the product alone: a residual that goes
-        into it must be told to the record too."""
+        """Put the record that adds B `inner` to the product `out`. Gains are of the product alone: the record has
+        the residual that goes into it, too."""
         spot, rows = self.spots[matrix], self.rows
         if rows is None:
             raise ValueError("no program is recorded")

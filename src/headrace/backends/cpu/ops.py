@@ -52,7 +52,7 @@ class CpuOps:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self.graph = Graph(ITEM_BYTES)
+        self.graph = Graph(ITEM_BYTES, apart=True)
         self.weight_bytes = 0
         self.matrices: list[CpuMatrix | CpuStack] = []
         self.pool = Pool()
@@ -65,7 +65,7 @@ class CpuOps:
         """A list while products are recorded both ways."""
 
     def begin(self) -> None:
-        self.graph = Graph(ITEM_BYTES)
+        self.graph = Graph(ITEM_BYTES, apart=True)
 
     def whole(self, x: Value) -> Value:
         """Return all columns of x, as `ranks.RankOps` does, whose values may have some columns only."""

@@ -57,7 +57,8 @@ class RefAdapters(Adapters):
 
     def _base(self, part: Any, first: int, last: int) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         weights = part.data[: part.num_in, first:last].t()
-        return weights.cpu().numpy(), None if part.bias is None else part.bias[first:last].cpu().numpy()
+        bias = None if part.bias is None else part.bias[first:last].float().cpu().numpy()
+        return weights.float().cpu().numpy(), bias
 
     def _prepare(self, layer: NormedAdapter) -> RefLayer:
         a, b = (_along(tensor(each).float().T, self.device) for each in (layer.a, layer.b))
