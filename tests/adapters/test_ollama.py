@@ -46,7 +46,7 @@ def test_a_model_created_with_an_adapter_answers_by_it(tmp_path: Path) -> None:
     plain, by_a, by_b = (text(llm, None if path is None else LoRARequest("x", 1, str(path))) for path in (None, *paths))
     assert len({plain, by_a, by_b}) == 3
     with serve("--models-dir", str(models), "--num-gpu-blocks-override", "64") as served:
-        client = ollama.Client(host=served.url, timeout=60)
+        client = ollama.Client(host=served.url, timeout=240)
         parts = ("adapter_config.json", "adapter_model.safetensors")
         client.create("first", from_="base", adapters={name: client.create_blob(paths[0] / name) for name in parts})
         client.create("second", from_="base", adapters={"b.gguf": client.create_blob(file)}, system="Be brief.")
@@ -58,7 +58,7 @@ def test_a_model_created_with_an_adapter_answers_by_it(tmp_path: Path) -> None:
 
         assert [generated(name) for name in ("first", "third")] == [by_a, by_b]
         body: dict[str, Any] = {"model": "first", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-        reply = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+        reply = httpx.post(f"{served.url}/v1/completions", json=body, timeout=240).json()
         assert (reply["model"], reply["choices"][0]["text"]) == ("first", by_a)
         assert "ADAPTER adapter\n" in str(client.show("third").modelfile)
         assert "ADAPTER" not in str(client.show("base").modelfile)

@@ -24,7 +24,7 @@ from headrace.serve.call.adapters import AdapterScale, ServedAdapters
 from headrace.text.inputs import RequestOptions, make_requests
 from headrace.text.outputs import deltas_of
 
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=240)
 WEIGHTS = llama_tensors()
 PROMPT = [5, 9, 17, 33, 41, 8, 2, 2, 30] * 3
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=4)

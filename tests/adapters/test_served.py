@@ -14,7 +14,7 @@ import torch
 from tests.support.adapters import write_adapter
 from tests.support.serving import Served, serve
 
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=240)
 SHAPES = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (64, 256), "mlp.down_proj": (256, 512)}
 WEIGHTS = {f"model.layers.{i}.{name}.weight": torch.empty(shape) for i in range(14) for name, shape in SHAPES.items()}
 

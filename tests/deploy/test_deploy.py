@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_panel_shows_metrics_that_the_server_has(server: Live) -> None:
     import httpx
 
-    reply = httpx.get(f"http://127.0.0.1:{server.port}/metrics", headers={"x-api-key": "sesame"}, timeout=60)
+    reply = httpx.get(f"http://127.0.0.1:{server.port}/metrics", headers={"x-api-key": "sesame"}, timeout=240)
     dashboard = json.loads(read("grafana/headrace.json"))
     assert len(expressions(dashboard)) >= 12
     assert unknown_names(dashboard, reply.text) == set()

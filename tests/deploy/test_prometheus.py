@@ -50,14 +50,14 @@ def prometheus(folder: Path, config: str) -> Iterator[Callable[..., Any]]:
     process = subprocess.Popen(tied([*command, f"--web.listen-address={address}"]), cwd=folder)
 
     def get(path: str, **parameters: str) -> Any:
-        reply = httpx.get(f"http://{address}/api/v1/{path}", params=parameters, timeout=60)
+        reply = httpx.get(f"http://{address}/api/v1/{path}", params=parameters, timeout=240)
         assert reply.status_code == 200, reply.text
         return reply.json()["data"]
 
     def answers() -> bool:
         assert process.poll() is None, f"prometheus ended with {process.returncode}"
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://{address}/-/ready", timeout=30).status_code == 200
+            return httpx.get(f"http://{address}/-/ready", timeout=240).status_code == 200
         return False
 
     try:
@@ -106,7 +106,7 @@ def test_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:
         def complete_and_look() -> bool:
             body = {"model": "builtin", "prompt": "Once upon a time " * 8, "max_tokens": 4}
             headers = {"authorization": "Bearer key-of-alice"}
-            reply = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=120)
+            reply = httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=240)
             assert reply.status_code == 200, reply.text
             return empty(dashboard, get) == []
 

@@ -207,7 +207,7 @@ def curl(words: Sequence[str], url: str) -> httpx.Response:
     headers = {"Content-Type": "application/x-www-form-urlencoded"} if args.data is not None else {}
     headers |= {name: value.strip() for name, _, value in (header.partition(":") for header in args.header)}
     method = args.request or ("GET" if args.data is None else "POST")
-    return httpx.request(method, url + address[1], content=args.data, headers=headers, timeout=120)
+    return httpx.request(method, url + address[1], content=args.data, headers=headers, timeout=240)
 
 
 def check_reply(response: httpx.Response) -> None:

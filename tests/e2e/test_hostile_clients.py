@@ -31,14 +31,14 @@ def served() -> Iterator[Served]:
 
 
 def ask(url: str, **more: object) -> dict[str, object]:
-    reply = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 24} | more, timeout=100)
+    reply = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 24} | more, timeout=240)
     assert reply.status_code == 200, reply.text
     choice: dict[str, object] = reply.json()["choices"][0]
     return choice
 
 
 async def hang_up(url: str, num_events: int) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=240) as client:
         body = PROMPT | {"max_tokens": 900, "stream": True}
         async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
             assert reply.status_code == 200
@@ -114,7 +114,7 @@ def test_a_killed_engine_costs_a_pause_and_no_token(served: Served) -> None:
 
     async def read(seed: int) -> str:
         text = ""
-        async with httpx.AsyncClient(timeout=100) as client:
+        async with httpx.AsyncClient(timeout=240) as client:
             body = PROMPT | {"max_tokens": 160, "seed": seed, "stream": True}
             async with client.stream("POST", f"{served.url}/v1/completions", json=body) as reply:
                 async for line in reply.aiter_lines():

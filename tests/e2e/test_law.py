@@ -164,7 +164,7 @@ def test_I_13_through_the_server(requests: list[Request], reference: dict[str, B
         return ids, doubles(logprobs_here)
 
     async def ask_all(url: str) -> list[Bits]:
-        async with httpx.AsyncClient(base_url=url, timeout=100) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=240) as client:
             return await asyncio.gather(*(ask(client, r, stream=i % 2 == 1) for i, r in enumerate(requests)))
 
     with serve(

@@ -156,7 +156,7 @@ def test_I_13_beams_through_a_server_whose_engine_dies(searches: list[Request], 
             "return_token_ids": True, "early_stopping": beam.early_stopping, "num_beam_groups": beam.num_beam_groups,
             "diversity_penalty": beam.diversity_penalty,
         }  # fmt: skip
-        replies[request.request_id] = httpx.post(f"{url}/v1/completions", json=body, timeout=100)
+        replies[request.request_id] = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
 
     with serve(
         shallow(), "--served-model-name", "builtin", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256"

@@ -30,7 +30,7 @@ def test_K16_models_come_and_go_answers_stay_and_memory_comes_back(shared_data: 
     (tmp_path / "stories.gguf").symlink_to(shared_data / "models" / "derived" / "gguf" / "stories260K.Q8_0.gguf")
     flags = ("--models-dir", str(tmp_path), "--models-max", "2", "--kv-cache-memory-bytes", "8M")
     with serve(*flags, "--log-stats-interval", "0") as server:
-        http = httpx.Client(base_url=server.url, timeout=120)
+        http = httpx.Client(base_url=server.url, timeout=240)
 
         def answer(name: str) -> Any:
             body = {"model": name, "prompt": "Once upon a time", "max_tokens": 12, "logprobs": 2, "seed": 7}

@@ -412,7 +412,7 @@ def test_a_document_outlives_its_engine() -> None:
         }  # fmt: skip
         text = ""
         async with (
-            httpx.AsyncClient(base_url=url, timeout=100) as client,
+            httpx.AsyncClient(base_url=url, timeout=240) as client,
             client.stream("POST", "/v1/chat/completions", json=body) as reply,
         ):
             assert reply.status_code == 200
@@ -434,7 +434,7 @@ def test_a_document_outlives_its_engine() -> None:
         # A refusal costs the engine nothing: not even its process hears of it.
         second = served.engine().pid
         bad = {"prompt": "x", "guided_regex": "(a)\\1"}
-        reply = httpx.post(f"{served.url}/v1/completions", json=bad, timeout=60)
+        reply = httpx.post(f"{served.url}/v1/completions", json=bad, timeout=240)
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "unsupported_constraint")
         assert served.engine().pid == second
     assert disturbed == undisturbed

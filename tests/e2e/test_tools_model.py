@@ -45,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     path.write_text(TEMPLATE)
     with (
         serve("builtin", "--chat-template", str(path)) as served,
-        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as openai_client,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=240) as openai_client,
     ):
         yield openai_client
 

@@ -105,7 +105,7 @@ def test_the_server_answers(bare: dict[str, str]) -> None:
                     break
             time.sleep(0.1)
         body = {"model": "builtin", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
-        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        reply = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
         assert reply.status_code == 200, reply.text
         assert reply.json()["usage"]["completion_tokens"] == 4
     finally:

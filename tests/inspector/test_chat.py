@@ -66,7 +66,7 @@ def test_a_whole_chat_by_keyboard(open_page: Open, server: Served) -> None:
     page.keyboard.press("Enter")
     answer = ended(page, 1)
     body = {"messages": [{"role": "user", "content": "Tell me a story.\nIt has a dog."}], "seed": 7, "max_tokens": 12}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=240).json()
     assert " ".join(answer.locator(".text").inner_text().split()) == " ".join(
         reply["choices"][0]["message"]["content"].split()
     )

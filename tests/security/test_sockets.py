@@ -58,7 +58,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]
 def test_S_02_only_the_declared_socket_listens(served: tuple[int, int]) -> None:
     pid, port = served
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
-    assert HTTP.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=30).status_code == 200
+    assert HTTP.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=240).status_code == 200
     assert len(psutil.Process(pid).children(recursive=True)) >= 2
     assert listening(pid) == {("127.0.0.1", port)}
 

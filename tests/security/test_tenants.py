@@ -103,7 +103,7 @@ def work_for(live: Live, key: str, word: str, monkeypatch: pytest.MonkeyPatch, *
             patch.setattr(module, name, lambda *source, r=right, n=name: (built.append(n), r(*source))[1])
         body = FORM | {"structured_outputs": {"regex": word}, "dry_sequence_breakers": [word]} | more
         # The fake engine does not follow forms: what counts is done before it gets the call.
-        HTTP.post(live.url + "/v1/completions", json=body, headers=rig.bearer(key), timeout=30)
+        HTTP.post(live.url + "/v1/completions", json=body, headers=rig.bearer(key), timeout=240)
     return built
 
 
@@ -118,7 +118,7 @@ def test_S_24_nothing_that_was_built_for_one_key_is_there_for_another(
     with acting_as(Tenant("alice")):
         form = {"regex": "secret", "cache_salt": tenants.salted("")}
     body = FORM | {"structured_outputs": form}
-    reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.BOB), timeout=30)
+    reply = HTTP.post(locked.url + "/v1/completions", json=body, headers=rig.bearer(rig.BOB), timeout=240)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "structured_outputs.cache_salt")
 
 

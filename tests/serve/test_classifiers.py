@@ -20,7 +20,7 @@ from tests.support.serving import Served, serve
 from headrace.protocol.step import Classes, EngineInfo
 from headrace.serve.startup import summary
 
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=240)
 QUERY, DOCUMENTS = "where is the cat", ["the dog ran", "the cat sat on the mat", "on"]
 
 

@@ -27,7 +27,7 @@ from headrace.protocol.step import EngineInfo
 from headrace.serve.loading import load_text
 from headrace.serve.startup import summary
 
-HTTP = httpx.Client(timeout=60)
+HTTP = httpx.Client(timeout=240)
 TEXT = "A cat sat on the mat."
 PROMPTS = {"query": "find: ", "passage": "text: ", "usual": "say: "}
 

@@ -74,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> It
 
 @pytest.fixture
 def client(server: Folded) -> Iterator[ollama.Client]:
-    result = ollama.Client(host=server.url, timeout=60)
+    result = ollama.Client(host=server.url, timeout=240)
     yield result
     result.close()
 

@@ -35,8 +35,12 @@ from headrace.serve.reach import Reach, UnderPath
 from headrace.text.templates import ChatTemplate
 from headrace.text.tokenizer import Tokenizer
 
+PATIENCE_S = 240.0
+"""How long a reply may take: on a loaded machine a test of a few seconds takes minutes. pytest ends each at 300."""
 # One for all: to make a client loads the certificates, which takes longer than most tests.
-HTTP = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=60)
+HTTP = httpx.Client(
+    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0), verify=False, timeout=PATIENCE_S
+)
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
@@ -110,7 +114,7 @@ class Live:
         assert not self.thread.is_alive(), "the server did not stop"
 
     @staticmethod
-    def wait(until: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait(until: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
         """Poll `until`, which may also fail to connect, for at most `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -121,7 +125,7 @@ class Live:
         raise AssertionError(f"not so within {seconds} s")
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
-        return HTTP.post(self.url + path, json=body, timeout=60, **more)
+        return HTTP.post(self.url + path, json=body, **more)
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of one metric's samples with these labels."""

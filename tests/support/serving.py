@@ -68,7 +68,7 @@ def serve(*arguments: str, threads: int = 1, key: str = "", program: Sequence[st
         deadline = time.monotonic() + 120
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health/ready", headers=headers, timeout=30).status_code == 200:
+                if httpx.get(f"{url}/health/ready", headers=headers, timeout=240).status_code == 200:
                     break
             assert process.poll() is None, f"{command} exited with {process.returncode}"
             assert time.monotonic() < deadline, f"{command} was not ready after 120 s"
@@ -102,7 +102,7 @@ def running(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[b
 
 def gauge(url: str, name: str) -> float:
     """The sum of a metric's samples, from /metrics."""
-    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=240).text.splitlines()
     values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
     assert values, f"no metric {name}"
     return sum(values)
@@ -120,7 +120,7 @@ def await_metric(url: str, name: str, value: float) -> None:
     """Wait until a metric has a value: the death of an engine is noticed a moment later."""
     end = time.monotonic() + 60
     while True:
-        lines = httpx.get(f"{url}/metrics", timeout=60).text.split("\n")
+        lines = httpx.get(f"{url}/metrics", timeout=240).text.split("\n")
         values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)]
         if value in values:
             return

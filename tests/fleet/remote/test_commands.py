@@ -89,7 +89,7 @@ def test_streams_go_on_in_the_engine_of_another_host() -> None:
         answers = asyncio.run(streams(served.url, kill_in_the_middle))
         assert engines[0].wait(10) == -signal.SIGKILL
         assert all(map(same, answers, expected))
-        assert httpx.get(f"{served.url}/health/ready", timeout=60).status_code == 200
+        assert httpx.get(f"{served.url}/health/ready", timeout=240).status_code == 200
         await_metric(served.url, "headrace:replica_up", 0)
 
 

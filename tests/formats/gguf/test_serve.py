@@ -104,9 +104,9 @@ def test_serve_answers_as_the_model_it_was_made_of(builtin: Path) -> None:
     (chat,) = llm.chat([QUESTION], params)
     with serve(str(builtin), "--served-model-name", "tales") as served:
         ask = {"model": "tales", "temperature": 0, "max_tokens": 200}
-        body = httpx.post(f"{served.url}/v1/completions", json=ask | {"prompt": "Once upon a time"}, timeout=60).json()
+        body = httpx.post(f"{served.url}/v1/completions", json=ask | {"prompt": "Once upon a time"}, timeout=240).json()
         assert body["choices"][0]["text"] == text.outputs[0].text
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=ask | {"messages": QUESTION}, timeout=60).json()
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=ask | {"messages": QUESTION}, timeout=240).json()
     assert answer["choices"][0]["message"]["content"] == chat.outputs[0].text
     assert answer["choices"][0]["finish_reason"] == "stop", "<|end|>, which only the token's kind tells, ends the turn"
     assert hub.eos_token_ids(builtin) == [1, 2]

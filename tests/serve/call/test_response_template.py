@@ -87,7 +87,7 @@ def asked(name: str, **more: Any) -> dict[str, Any]:
 
 def read(live: Live, name: str, **more: Any) -> tuple[str, str, list[dict[str, Any]], str]:
     """Content, reasoning, calls and the reason of the end: the same whole and streamed."""
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=240) as client:
         [choice] = client.chat.completions.create(**asked(name, **more)).choices
         message = choice.message
         thought = (message.model_extra or {}).get("reasoning_content") or ""

@@ -36,7 +36,7 @@ def slow(tokenizer: Tokenizer) -> Iterator[Live]:
 
 
 def streamed(server: Live, path: str, body: dict[str, Any]) -> list[str]:
-    with HTTP.stream("POST", server.url + path, json=body, timeout=60) as reply:
+    with HTTP.stream("POST", server.url + path, json=body, timeout=240) as reply:
         assert reply.status_code == 200
         return [line for line in lines_of(reply) if line]
 

@@ -58,7 +58,7 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(echo: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=echo.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+    with openai.OpenAI(base_url=echo.url + "/v1", api_key="none", max_retries=0, timeout=240) as openai_client:
         yield openai_client
 
 

@@ -206,7 +206,7 @@ WHY = "the server is overloaded: its memory is at "
 
 def test_R_12_calls_are_refused_by_class_and_open_streams_go_on(pressed: Pressed) -> None:
     stream = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with HTTP.stream("POST", pressed.url + "/v1/completions", json=stream, timeout=60) as reply:
+    with HTTP.stream("POST", pressed.url + "/v1/completions", json=stream, timeout=240) as reply:
         events = lines_of(reply)
         next(events)
         pressed.press(0.85, L)
@@ -314,7 +314,7 @@ class Memory:
         with contextlib.ExitStack() as stack:
             for _ in range(num):
                 body = {"prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-                stack.enter_context(HTTP.stream("POST", self.live.url + "/v1/completions", json=body, timeout=60))
+                stack.enter_context(HTTP.stream("POST", self.live.url + "/v1/completions", json=body, timeout=240))
                 # As often as the server measures.
                 self.live.wait(
                     lambda: (

@@ -160,7 +160,7 @@ def test_R_28_over_http(
         live.wait(lambda: batch()["request_counts"]["completed"] >= 3)
         stream = {"input": "x", "max_output_tokens": 40, "stream": True, "text": {"format": {"type": "text"}}}
         folder = Disk(tmp_path, monkeypatch)
-        with HTTP.stream("POST", live.url + "/v1/responses", json=stream, timeout=20) as reply:
+        with HTTP.stream("POST", live.url + "/v1/responses", json=stream, timeout=240) as reply:
             events = lines_of(reply)
             next(events)
             folder.error = number
@@ -234,7 +234,7 @@ def whole(live: Live, body: dict[str, Any]) -> dict[str, Any]:
         assert reply.status_code == 200, reply.text
         result: dict[str, Any] = reply.json()
         return result
-    with HTTP.stream("POST", live.url + "/v1/responses", json=body, timeout=20) as reply:
+    with HTTP.stream("POST", live.url + "/v1/responses", json=body, timeout=240) as reply:
         assert reply.status_code == 200
         last = [each for each in lines_of(reply) if each.startswith("data: ")][-1]
     result = json.loads(last[6:])["response"]

@@ -25,7 +25,7 @@ ASKED: Any = {"model": "fake", "max_tokens": 40, "messages": [{"role": "user", "
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=60) as result:
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=240) as result:
         yield result
 
 
@@ -325,6 +325,6 @@ def test_anthropic_stream_of_thinking_text_and_calls() -> None:
 
 def test_anthropic_hang_up_ends_the_request(live: Live) -> None:
     body = ASKED | {"stream": True, "max_tokens": 1500}
-    with HTTP.stream("POST", live.url + "/v1/messages", json=body, timeout=30) as reply:
+    with HTTP.stream("POST", live.url + "/v1/messages", json=body, timeout=240) as reply:
         next(reply.iter_lines())
     live.wait(lambda: live.client.num_unfinished == 0)

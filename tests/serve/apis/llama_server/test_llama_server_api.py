@@ -174,7 +174,7 @@ def test_llama_props_and_slots(live: Live) -> None:
     slots = HTTP.get(live.url + "/slots").json()
     assert [slot["id"] for slot in slots] == list(range(64))
     live.wait(lambda: live.client.stats.num_running == 0)
-    with HTTP.stream("POST", live.url + "/completion", json={"prompt": "x", "stream": True}, timeout=30) as reply:
+    with HTTP.stream("POST", live.url + "/completion", json={"prompt": "x", "stream": True}, timeout=240) as reply:
         next(reply.iter_lines())
         live.wait(lambda: [s["is_processing"] for s in HTTP.get(live.url + "/slots").json()][:2] == [True, False])
     live.wait(lambda: live.client.num_unfinished == 0)

@@ -26,7 +26,7 @@ MESSAGES = [{"role": "user", "content": "Wer reitet?"}]
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[ollama.Client]:
-    result = ollama.Client(host=live.url, timeout=60)
+    result = ollama.Client(host=live.url, timeout=240)
     yield result
     result.close()
 
@@ -230,7 +230,7 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {
 def test_ollama_tools_and_thinking(tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     say("<think>Hm, so.</think>I look." + CALL)
     with Live(inproc(), tokenizer, ServerConfig(reasoning_parser="deepseek_r1", log_stats_interval=0)) as live:
-        client = ollama.Client(host=live.url, timeout=60)
+        client = ollama.Client(host=live.url, timeout=240)
         whole = client.chat("fake", MESSAGES, tools=[TOOL], think=True).message
         pieces = [piece.message for piece in client.chat("fake", MESSAGES, tools=[TOOL], think=True, stream=True)]
         client.close()
@@ -292,6 +292,6 @@ def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None
 
 
 def test_ollama_hang_up_ends_the_request(live: Live) -> None:
-    with HTTP.stream("POST", live.url + "/api/chat", json={"model": "fake", "messages": MESSAGES}, timeout=30) as reply:
+    with HTTP.stream("POST", live.url + "/api/chat", json={"model": "fake", "messages": MESSAGES}, timeout=240) as reply:
         next(reply.iter_lines())
     live.wait(lambda: live.client.num_unfinished == 0)

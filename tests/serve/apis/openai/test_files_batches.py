@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "Wer fährt so spät?"}]
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=240) as openai_client:
         yield openai_client
 
 
@@ -271,7 +271,7 @@ def test_cancel_keeps_what_was_answered(tokenizer: Tokenizer) -> None:
 
 
 def openai_of(server: Live) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=240)
 
 
 def test_expired_lines_are_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

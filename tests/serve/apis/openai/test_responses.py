@@ -43,7 +43,7 @@ from headrace.text.traits import Traits
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=240) as openai_client:
         yield openai_client
 
 
@@ -442,7 +442,7 @@ def test_a_broken_engine_is_told_as_an_event(tokenizer: Tokenizer) -> None:
     engine = child(delay=0.01, max_restarts=0)
     with Live(engine, tokenizer, ServerConfig(log_stats_interval=0)) as server:
         body = {"input": "x", "stream": True, "max_output_tokens": 500, "ignore_eos": True}
-        with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=30) as reply:
+        with httpx.stream("POST", server.url + "/v1/responses", json=body, timeout=240) as reply:
             seen, killed = [], False
             for line in lines_of(reply):
                 if line.startswith("data: "):

@@ -31,7 +31,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"x": "a long argument"}}</tool_ca
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as openai_client:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=240) as openai_client:
         yield openai_client
 
 
