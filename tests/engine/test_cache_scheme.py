@@ -11,7 +11,8 @@ import pytest
 from tests.support.harness import save_random
 
 from headrace.backends.torch_ref import TorchRef
-from headrace.engine.library.load import build_runner, choose_kv_dtype
+from headrace.engine.library.load import build_runner
+from headrace.engine.library.pools import choose_kv_dtype
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError
 

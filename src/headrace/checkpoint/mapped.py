@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headrace import foreign, hub
 from headrace.checkpoint import headers
 from headrace.checkpoint.headers import Entry
-from headrace.checkpoint.names import places, text_config
+from headrace.checkpoint.names import Place, places, text_config
 from headrace.protocol.errors import CheckpointError
 from headrace.quant.arrays import BF16, E4M3, E5M2, PLAIN, cast, type_name
 
@@ -86,8 +86,12 @@ class MappedCheckpoint:
         self.directory = directory
         self._files: dict[str, MappedFile] = {}
         self._file_of = self._index()
-        shapes = {name: self._open(file).entries[name].shape for name, file in self._file_of.items()}
-        self._places = places(shapes, self._file_of)
+        self._places = self.places_of({n: self._open(file).entries[n].shape for n, file in self._file_of.items()})
+
+    @staticmethod
+    def places_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
+        """Return the place of each tensor of the model, by its name there."""
+        return places(shapes, shapes)
 
     @property
     def names(self) -> list[str]:

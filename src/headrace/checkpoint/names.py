@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 TOWER = re.compile(
     r"(model\.)?(visual|vision_tower|vision_model|vision_encoder|vision_adapter|vision_projection|audio_tower|audio_model"
-    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|patch_merger)\..*"
+    r"|multi_modal_projector|mm_projector|connector|embed_vision|embed_audio|patch_merger)\..*"
 )
 EXPERTS = re.compile(r"(.+\.experts)\.(\w+_proj)(_bias)?")
 MLX_EXPERTS = re.compile(r"(.+)\.switch_mlp\.(\w+_proj\.(?:weight|scales|biases))")
@@ -65,6 +65,11 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
     if left:
         logger.info("%d tensors of towers for images or sound are left out: headrace runs the text of this model", left)
     return places_by_name
+
+
+def tower_places(names: Iterable[str]) -> dict[str, Place]:
+    """Return the place of each tensor of `names` that belongs to a tower, without the whole model's prefix."""
+    return {name.removeprefix("model."): Place(name) for name in names if text_name(name) is None}
 
 
 def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from headrace.protocol.beam import check_combination
 from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS, check
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import flaw, named
 from headrace.protocol.step import ALL_ROWS, POOLINGS, EngineInfo, Finish, Request
 
 
@@ -91,6 +92,10 @@ def verify_model(request: Request, info: EngineInfo) -> None:
         check("row_numbers", len(request.prompt_token_ids) * info.hidden_size, "prompt")
     if not request.pooling and not info.generates:
         raise RequestError("model", info.model, "a model that answers: this one gives vectors or classes")
+    if request.pictures and not info.pictures:
+        raise RequestError("pictures", len(request.pictures), "none: the model reads text only")
+    if reason := flaw(request.pictures, len(request.prompt_token_ids)):
+        raise RequestError("pictures", reason, "pictures in their order, each in places of its own")
     if request.pooling and params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs", params.prompt_logprobs, "left out of a request for hidden states")
     fields = [("prompt", request.prompt_token_ids), ("resume_token_ids", request.resume_token_ids)]
@@ -154,7 +159,7 @@ def make_sequence(
     stops = stop_ids(request.params, eos_token_ids)
     seq = Sequence(request, seq_id, max_len_of(request, max_model_len), stops, root)
     if request.group:
-        seq.family = cache.family_key(root, request.group, request.prompt_token_ids)
+        seq.family = cache.family_key(root, request.group, named(request.prompt_token_ids, request.pictures))
     return seq
 
 

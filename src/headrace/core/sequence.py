@@ -12,6 +12,7 @@ from enum import IntEnum
 
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import named
 from headrace.protocol.step import Draft, Pooling, Request, Stats
 
 NEVER = sys.maxsize
@@ -105,6 +106,7 @@ class Sequence:
         self.keys = [root]
         self.arrival = self.seq_id
         self.special = self.needs_history or self.state is not None or self.pooling != "" or request.adapter != ""
+        self.special = self.special or bool(request.pictures)
 
     @property
     def block_table(self) -> list[int]:
@@ -114,6 +116,11 @@ class Sequence:
     @block_table.setter
     def block_table(self, table: list[int]) -> None:
         self.tables[0] = table
+
+    @property
+    def named(self) -> list[int]:
+        """The tokens as the prefix cache knows them."""
+        return named(self.tokens, self.request.pictures)
 
     @property
     def order(self) -> tuple[float, int]:

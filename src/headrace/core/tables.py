@@ -146,7 +146,7 @@ class BlockTables:
             return Prefix(tables, num, source.publish_at < NEVER, source.states.get(num, -1))
         if not caching:
             return nothing
-        blocks, num = self.cache.match(seq.tokens, seq.keys, min(limit, len(seq.tokens) - 1))
+        blocks, num = self.cache.match(seq.named, seq.keys, min(limit, len(seq.tokens) - 1))
         if self.is_plain:
             return Prefix([blocks], num, True)
         seq.num_matched = self.cache.num_known(seq.keys) * self.pool.block_size
@@ -161,7 +161,7 @@ class BlockTables:
             return Verdict(Miss.OFF, num)
         if not seq.may_share:
             return Verdict(Miss.EVERY_ROW, num)
-        return self.cache.verdict(seq.tokens, seq.keys, num)
+        return self.cache.verdict(seq.named, seq.keys, num)
 
     def start(self, seq: Sequence, prefix: Prefix, length: int, promised: list[int]) -> bool:
         """Build the tables of a new `seq` on `prefix`, for `length` more tokens.
@@ -367,7 +367,7 @@ class BlockTables:
         last = seq.num_computed // size
         for kind in self.kinds:
             kind.pool.users = (seq.arrival,)
-        if self.cache.publish(seq.tokens, seq.keys, seq.tables[0], seq.num_published, last, *seq.tables[1:]):
+        if self.cache.publish(seq.named, seq.keys, seq.tables[0], seq.num_published, last, *seq.tables[1:]):
             seq.num_published = last
             seq.publish_at = (last + 1) * size
         else:

@@ -40,7 +40,9 @@ class Model(Protocol):
     embedding: Array
     head: Matrix
     feature_size: int = 0
-    """Width of `Rows.features`, the further input of drafters; 0 for models that are no drafters."""
+    """Width of `Rows.features`, the further input of drafters, of towers and of models that read pictures; else 0."""
+    no_features: Any = 0.0
+    """The features [F] of rows for which a step has none."""
     layers: Sequence[Callable[[Array, Rows, Sequence[Cache]], Array]]
     """x [R, H] -> x [R, H] each; layer i owns cache i, where layers that keep nothing are not counted."""
 

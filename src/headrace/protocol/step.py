@@ -19,6 +19,7 @@ from headrace.protocol.adapters import LoadedAdapter
 from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.kinds import CacheKind
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -43,7 +44,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `StepOutput.states`, for samplers whose state is no function of the tokens. With `pooling` nothing is sampled: the
     request ends when its prompt is computed, and `StepOutput.pooled` has its hidden state. With `beam` the request is a
     search: `params` sets where answers end, and all of them come in one `BeamResult` at the end. `adapter` is the
-    digest of the adapter that all its tokens are computed with, "" for none. `tenant` names the
+    digest of the adapter that all its tokens are computed with, "" for none. `pictures` stand in the places of some
+    tokens of the prompt, in their order. `tenant` names the
     caller and `work` is a prediction of the tokens to compute; only the fair policy uses them.
     """
 
@@ -53,6 +55,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     cache_salt: str = ""
     adapter: str = ""
+    pictures: list[Picture] = []
     group: str = ""
     resume_token_ids: list[int] = []
     resume_state: float | None = None
@@ -180,7 +183,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the state before
     chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs, rows
     ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its draft
-    tokens behind it.
+    tokens behind it. `pictures[i]` are those of chunk i's sequence, for chunks that begin before the last of them ends.
     """
 
     step_id: int
@@ -205,6 +208,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     state_reads: list[int] = []
     state_writes: list[tuple[int, int]] = []
     adapters: dict[int, str] = {}
+    pictures: dict[int, list[Picture]] = {}
 
     def __len__(self) -> int:
         return len(self.seq_ids)
@@ -439,7 +443,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     config, by name. `generates`: False for a model of vectors or classes alone. `whole_texts`: of an encoder, whose
     texts are one chunk each, not cached. `pooling`: the kind of vectors that the model's files name, "" for none.
     `classes`: of a classifier, whose pooled numbers are these classes'. `hidden_size`: the count of numbers in a
-    vector, which `vectors` tells more of.
+    vector, which `vectors` tells more of. `pictures`: the type of the tower that reads them, "" without one.
     """
 
     model: str
@@ -470,6 +474,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling = ""
     classes: Classes | None = None
     vectors: VectorForm = VectorForm()
+    pictures: str = ""
 
     @property
     def max_prompt_len(self) -> int:

@@ -17,7 +17,10 @@ from typing import Any
 from headrace.protocol.errors import CheckpointError
 from headrace.quant import patterns
 
-PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+PREFIXES = {
+    "model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+    "model.text_model.": "model.",
+}  # fmt: skip
 """Prefixes of the text model's tensors in a checkpoint with towers, and the text model's own."""
 GRANITE = {
     "block_sparse_moe.input_linear": "block_sparse_moe.experts.gate_up_proj",

@@ -2,7 +2,7 @@
 
 A chunk that follows an undrawn token gets it on the device, out of the last step's draws. Where the host draws another
 token after all, because the two best were too close for the device to tell, the chunk that followed is deferred. Rows
-of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling or log-probabilities of
+of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling, pictures or log-probabilities of
 prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
 """
 
@@ -142,7 +142,7 @@ class Overlap:
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         """Whether the step is one call of the program, which returns tokens and their reported numbers alone."""
         fits = 0 < len(batch.token_ids) <= self._program.max_rows and len(batch) <= self._program.max_logits
-        if not fits or batch.drafts or batch.asks or batch.pooling:
+        if not fits or batch.drafts or batch.asks or batch.pooling or batch.pictures:
             return False
         return all(params.prompt_logprobs is None for params in batch.params)
 

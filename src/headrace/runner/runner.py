@@ -22,6 +22,7 @@ from headrace.protocol.step import Draft, RowResult, ScheduledBatch, StepResult,
 from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
+from headrace.runner.pictures import PictureSource, picture_rows
 from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
 from headrace.sampling.sampler import Sampler
 
@@ -41,14 +42,15 @@ class Runner:
         matchers: Matchers | None = None,
         speculator: Speculator | None = None,
         adapters: AdapterStore | None = None,
+        pictures: PictureSource | None = None,
     ) -> None:
         """`matchers`: None for an engine that takes no constraints (it has no tokenizer). `speculator`: None for one
-        without speculation. `adapters`: None for an engine without them."""
+        without speculation. `adapters`, `pictures`: None for an engine without them."""
         self.program = program
         self.sampler = sampler
         self.matchers = matchers
         self.speculator = speculator
-        self.adapters = adapters
+        self.adapters, self.pictures = adapters, pictures
         self.block_size = program.block_size
         self._rounds = Rounds(sampler, matchers)
         self._faults = StepFaults()
@@ -117,6 +119,8 @@ class Runner:
         if self.speculator is not None:
             self.speculator.close()
         self.program.close()
+        if self.pictures is not None:
+            self.pictures.close()
 
     def idle(self) -> None:
         """Prepare for the next request while there is nothing to do."""
@@ -265,7 +269,8 @@ class Runner:
             observed,
             self._slots(batch, pieces),
         )
-        finite, logits = self.program.forward(chunks, logits_rows)
+        features = None if self.pictures is None else picture_rows(batch, pieces, self.pictures)
+        finite, logits = self.program.forward(chunks, logits_rows, features)
         for piece, sound in zip(pieces, finite, strict=True):
             # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:

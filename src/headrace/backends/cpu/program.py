@@ -144,8 +144,9 @@ class TapedProgram:
     def fill(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> list[int]:
         """Write the inputs of a step with the logits of `rows`, and return the sizes of its dimensions."""
         num_rows = self.inputs.fill(chunks)
-        if features is not None:
-            self._features[:num_rows, : self.model.feature_size] = features
+        if self.model.feature_size:
+            numbers = self.model.no_features if features is None else features
+            self._features[:num_rows, : self.model.feature_size] = numbers
         self.reads.fill(chunks, rows, num_rows)
         self.logit_rows[: len(rows)] = self.reads.places(rows)
         return [num_rows, len(chunks.starts), len(rows)]

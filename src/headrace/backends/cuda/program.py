@@ -113,6 +113,8 @@ class CudaProgram:
         features = graph.outside(model.feature_size, ROWS) if model.feature_size else None
         image = self._stage(sizes, max_len, features)
         self._features = torch.zeros(max_rows, features.ld if features else 0, dtype=ops.dtype, device=device)
+        self._num_featured = max_rows
+        self._place_features(None)
         self._finite_rows = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # Ids and flags lie together: one copy brings them to the host.
         self._best = torch.zeros(2, max_chunks, dtype=torch.int32, device=device)
@@ -216,10 +218,20 @@ class CudaProgram:
     def _place(self, chunks: Chunks, rows: list[int], features: F32 | None) -> int:
         """Send a step's inputs to the device. Returns the number of rows."""
         num_rows, self._read = self._fill(chunks), ReadRows(chunks, rows)
-        if features is not None:
-            self._features[:num_rows, : features.shape[1]] = torch.tensor(features, device=self._device)
+        self._place_features(features)
         self._send(rows, bool(chunks.copies))
         return num_rows
+
+    def _place_features(self, features: F32 | None) -> None:
+        """Send the features of the first rows, or clear those of the last call."""
+        size = self.model.feature_size
+        if features is not None:
+            self._features[: len(features), :size] = torch.tensor(features, device=self._device)
+            self._num_featured = max(self._num_featured, len(features))
+        elif size and self._num_featured:
+            blank = torch.tensor(self.model.no_features, dtype=self._features.dtype, device=self._device)
+            self._features[: self._num_featured, :size] = blank
+            self._num_featured = 0
 
     def _are_finite(self, num_rows: int, num_chunks: int) -> list[bool]:
         sound, begin = self._finite_rows[:num_rows].cpu().numpy(), self.inputs.row_begin
@@ -229,6 +241,7 @@ class CudaProgram:
         # The host's data for the last call have arrived once that began.
         self._arrival.wait()
         num_rows, num_logits = self._fill(chunks), len(rows)
+        self._place_features(None)
         self._carry[list(carried)] = list(carried.values())
         self._send(rows, bool(chunks.copies))
         places = {i: each for i, each in enumerate(draws) if each is not None and each.temperature > 0}

@@ -54,11 +54,7 @@ class EagerProgram:
         )
         probe = EagerProgram(self.model, self.ops, probe_set_up)
         tokens = probe_tokens(self.vocab_size, length)
-        # A drafter sees zeros next to its tokens, as on the native backend.
-        features = np.zeros((NUM_SEQS * length, self.model.feature_size), np.float32)
-        probe.forward(
-            Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS), [], features
-        )
+        probe.forward(Chunks([0] * NUM_SEQS, tokens, [[i] for i in range(NUM_SEQS)], states_in=[-1] * NUM_SEQS), [])
         for cache, probed in zip(self.caches, probe.caches, strict=True):
             if isinstance(cache, LayerCache) and isinstance(probed, LayerCache):
                 cache.learn_mean(probed, NUM_SEQS, length)
@@ -98,7 +94,9 @@ class EagerProgram:
             batch = make_forward_batch(chunks, self.block_size, self.ops.device, num_block_kinds(self.kinds))
             if self.ops.adapters is not None:
                 self.ops.adapters.follow(chunks)
-            if features is not None:
+            if size := self.model.feature_size:
+                if features is None:
+                    features = np.broadcast_to(np.float32(self.model.no_features), (sum(batch.lens), size)).copy()
                 batch.features = torch.from_numpy(features).to(self.ops.device, self.ops.dtype)
             self._read = ReadRows(chunks, rows)
             batch.read = frozenset(self._read.rows().tolist())

@@ -33,9 +33,10 @@ from headrace.engine.library import by_transformers
 from headrace.engine.library.adapter_set import AdaptableWeights, AdapterSet
 from headrace.engine.library.class_heads import class_form, with_class_head
 from headrace.engine.library.encoders import add_layers, for_encoder, pooled_form, with_ends
-from headrace.engine.library.pools import choose_pool_sizes, longest_table, token_bytes
+from headrace.engine.library.pools import choose_kv_dtype, choose_pool_sizes, longest_table, token_bytes
 from headrace.engine.library.sentence_files import read_sentence_files
 from headrace.engine.library.stages import stage_maker
+from headrace.engine.library.towers import load_tower
 from headrace.engine.progress import progress_bar
 from headrace.engine.ranks import first_seat, go, open_group, program_of, take_seat
 from headrace.grammar.matchers import Load, Matchers
@@ -46,7 +47,6 @@ from headrace.parallel.sharding import RankWeights
 from headrace.parallel.stages import StageSeat
 from headrace.protocol.config import (
     DEQUANTIZE,
-    KV_ALIASES,
     QUANTIZATIONS,
     STORED_METHODS,
     WHILE_LOADING,
@@ -56,7 +56,7 @@ from headrace.protocol.config import (
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import EngineInfo
 from headrace.quant.base import stated_activations
-from headrace.quant.schemes import FP8_CACHE, Scheme, cache_scheme, find_method, parse
+from headrace.quant.schemes import Scheme, find_method, parse
 from headrace.runner.drawing import NativeSelect
 from headrace.runner.runner import Runner
 from headrace.sampling.filters import Select, select_all
@@ -148,6 +148,7 @@ def _build_runner(
         guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
         target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
         drafter = make_drafter(spec, target)
+    pictures = load_tower(config, directory, model)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
     pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
     set_up = SetUp(
@@ -175,7 +176,7 @@ def _build_runner(
         speculator = make_speculator(spec, drafter, target, eos_token_ids)
     places: Adapters | None = backend.ops.adapters
     adapters = None if places is None else AdapterSet(places, config.max_loras, model_config)
-    runner = Runner(program, sampler, matchers, speculator, adapters)
+    runner = Runner(program, sampler, matchers, speculator, adapters, pictures)
     pooling, classes = pooled_form(model, model_config, sentences)
     info = EngineInfo(
         model=config.model,
@@ -205,6 +206,7 @@ def _build_runner(
         pooling=pooling,
         classes=classes,
         vectors=sentences.form,
+        pictures="" if pictures is None else str(hub.read_config(directory)["model_type"]),
     )
     return runner, info
 
@@ -454,39 +456,6 @@ def num_pieces(max_num_seqs: int, num_nodes: int) -> int:
     """Pieces of one forward pass, and rows of its logits, where each sequence may have `num_nodes` guesses: room for
     the guesses of one sequence at least, and for the guesses of all while that takes little memory."""
     return max(max_num_seqs, 1 + num_nodes, min(max_num_seqs * (1 + num_nodes), MANY_PIECES))
-
-
-def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[str, Any] | None = None) -> str:
-    """Return `kv_dtype`, or for "auto" the type that the checkpoint's config names for the cache, else the model's
-    dtype.
-
-    Raises `RequestError` for one that the backend lacks, and `CheckpointError` for a config that makes no sense."""
-    stated = cache_scheme(quantization_config)
-    if kv_dtype == "auto":
-        if stated is None:
-            return backend.dtype
-        if stated == FP8_CACHE and FP8_CACHE in backend.kv_dtypes:
-            # k_scale and v_scale stand for a whole layer: the scales that each token and head has here are finer.
-            logger.info(
-                "the checkpoint's config wants its cache in %s: here each token and head has a scale, k_scale and "
-                "v_scale are not used; --kv-cache-dtype %s leaves it in floats",
-                stated,
-                backend.dtype,
-            )
-            return FP8_CACHE
-        logger.warning(
-            "the checkpoint's config wants its cache in %s, which the backend %s does not have: it stays in %s",
-            stated,
-            backend.name,
-            backend.dtype,
-        )
-        return backend.dtype
-    kv_dtype = KV_ALIASES.get(kv_dtype, kv_dtype)
-    if kv_dtype not in backend.kv_dtypes:
-        raise RequestError(
-            "kv_cache_dtype", kv_dtype, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
-        )
-    return kv_dtype
 
 
 def choose_max_model_len(requested: int | None, most: int, path: Path) -> int:

@@ -1,4 +1,4 @@
-"""How the memory of the cache is divided among the pools of its kinds. Called by `engine.library.load`.
+"""The type of the cache, and how its memory is divided among the pools of its kinds. Called by `engine.library.load`.
 
 A kind that keeps all positions gets the memory that is left: the other kinds need as much as `max_num_seqs` sequences
 hold, and a share for cached prefixes.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from headrace import models
 from headrace.backends.base import Backend
 from headrace.core.tables import SNAPSHOT_EVERY
-from headrace.protocol.config import EngineConfig
+from headrace.protocol.config import KV_ALIASES, EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import CacheKind
+from headrace.quant.schemes import FP8_CACHE, cache_scheme
 
 MIN_AUTO_MODEL_LEN = 1024
 MAX_EMPTY_BLOCKS = 2**18
@@ -116,3 +118,36 @@ def divide(room: int, bounds: Sequence[tuple[int, int]], each: Sequence[int]) ->
     more = sum((high - low) * size for (low, high), size in zip(bounds, each, strict=True))
     share = min(1.0, max(0, spare) / 2 / more) if more else 0.0
     return [low + int((high - low) * share) for low, high in bounds]
+
+
+def choose_kv_dtype(kv_dtype: str, backend: Backend, quantization_config: dict[str, Any] | None = None) -> str:
+    """Return `kv_dtype`, or for "auto" the type that the checkpoint's config names for the cache, else the model's
+    dtype.
+
+    Raises `RequestError` for one that the backend lacks, and `CheckpointError` for a config that makes no sense."""
+    stated = cache_scheme(quantization_config)
+    if kv_dtype == "auto":
+        if stated is None:
+            return backend.dtype
+        if stated == FP8_CACHE and FP8_CACHE in backend.kv_dtypes:
+            # k_scale and v_scale stand for a whole layer: the scales that each token and head has here are finer.
+            logger.info(
+                "the checkpoint's config wants its cache in %s: here each token and head has a scale, k_scale and "
+                "v_scale are not used; --kv-cache-dtype %s leaves it in floats",
+                stated,
+                backend.dtype,
+            )
+            return FP8_CACHE
+        logger.warning(
+            "the checkpoint's config wants its cache in %s, which the backend %s does not have: it stays in %s",
+            stated,
+            backend.name,
+            backend.dtype,
+        )
+        return backend.dtype
+    kv_dtype = KV_ALIASES.get(kv_dtype, kv_dtype)
+    if kv_dtype not in backend.kv_dtypes:
+        raise RequestError(
+            "kv_cache_dtype", kv_dtype, f"one of auto, {', '.join(backend.kv_dtypes)} on backend {backend.name}"
+        )
+    return kv_dtype

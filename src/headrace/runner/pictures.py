@@ -1,0 +1,54 @@
+"""The rows of pictures among a step's rows: they take the places of embedded tokens (`models.towers.take_pictures`).
+
+Knows no tower. Called by `runner`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.protocol.pictures import Picture
+from headrace.protocol.step import ScheduledBatch
+from headrace.runner.pieces import Piece
+
+F32 = NDArray[np.float32]
+
+
+class PictureSource(Protocol):
+    """The rows that a model's tower makes of pictures."""
+
+    blank: F32
+    """[F]: the features of a token's row."""
+
+    def features(self, picture: Picture) -> F32:
+        """Return the features [N, F] of a picture's rows. Raises ValueError for a picture that the tower does not
+        take."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def picture_rows(batch: ScheduledBatch, pieces: list[Piece], source: PictureSource) -> F32 | None:
+    """Return the features [R, F] of the pieces' rows; None where no row is a picture's."""
+    rows: list[tuple[int, F32]] = []
+    at = 0
+    for piece in pieces:
+        size = len(piece.token_ids)
+        for picture in batch.pictures.get(piece.chunk_id, ()):
+            begin = 0
+            for first, num in picture.spans:
+                low, high = max(first, piece.start), min(first + num, piece.start + size)
+                if low < high:
+                    part = source.features(picture)[begin + low - first : begin + high - first]
+                    rows.append((at + low - piece.start, part))
+                begin += num
+        at += size
+    if not rows:
+        return None
+    features = np.repeat(source.blank[None], at, axis=0)
+    for place, part in rows:
+        features[place : place + len(part)] = part
+    return features

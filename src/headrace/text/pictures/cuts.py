@@ -1,0 +1,166 @@
+"""How a picture becomes the inputs of a tower: sizes and tiles, by the rules of the family's image processor.
+
+A rule takes a picture of Pillow's in RGB and the values of preprocessor_config.json. The order of the resizings and
+their filters decide the numbers, so they are the processor's own. Knows no model. Called by `sandbox`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_SIDE = 4096
+"""Pixels of a side that idefics3's processor resizes a picture to at most."""
+MAX_TILES = 64
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""The numbers of Pillow's filters, as in preprocessor_config.json."""
+
+
+class Tiles(NamedTuple):
+    """The inputs made of one picture, and how many lines and columns of them are tiles: 0 for a picture as a whole."""
+
+    images: list[Image]
+    lines: int = 0
+    columns: int = 0
+
+
+class Settings:
+    """The values of preprocessor_config.json, each verified. Raises ValueError naming the key."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def integer(self, *names: str, default: int | None = None, high: int = 2**14) -> int:
+        """Return the number under `names`, one inside the other."""
+        value: Any = self._values
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            raise ValueError(f"{'.'.join(names)} is {value!r:.40}, expected an integer from 1 to {high}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise ValueError(f"{name} is {value!r:.40}, expected a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._values.get(name)
+        return default if value is None else bool(value)
+
+    def filter(self, default: int) -> int:
+        """Return the number of the filter for resizing."""
+        value = self._values.get("resample")
+        return value if isinstance(value, int) and 0 <= value <= 5 else default
+
+
+def _up_to(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def idefics3(image: Image, settings: Settings) -> Tiles:
+    """The longer side becomes size.longest_edge, and both sides multiples of a tile's; the tiles, and the picture as a
+    whole, made as small as a tile."""
+    tile, resample = settings.integer("max_image_size", "longest_edge", default=364), settings.filter(LANCZOS)
+    if settings.flag("do_resize", True):
+        longest = settings.integer("size", "longest_edge", default=4 * 364)
+        image = image.resize(_idefics3_size(*image.size, longest), resample)
+    if not settings.flag("do_image_splitting", True):
+        return Tiles([image.resize((tile, tile), resample)])
+    width, height = image.size
+    ratio = width / height
+    if width >= height:
+        width = _up_to(width, tile)
+        height = _up_to(int(width / ratio), tile)
+    else:
+        height = _up_to(height, tile)
+        width = _up_to(int(height * ratio), tile)
+    if (width // tile) * (height // tile) > MAX_TILES:
+        raise ValueError(f"{width // tile} x {height // tile} tiles, expected at most {MAX_TILES}")
+    image = image.resize((width, height), resample)
+    if max(width, height) <= tile:
+        return Tiles([image])
+    return Tiles([*tiles_of(image, tile), image.resize((tile, tile), resample)], height // tile, width // tile)
+
+
+def _idefics3_size(width: int, height: int, longest: int) -> tuple[int, int]:
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        width, height = int(longest * ratio), longest
+        width += width % 2
+    width, height = max(width, 1), max(height, 1)
+    ratio = width / height
+    if width >= height and width > MAX_SIDE:
+        width, height = MAX_SIDE, int(MAX_SIDE / ratio)
+    elif height > width and height > MAX_SIDE:
+        width, height = int(MAX_SIDE * ratio), MAX_SIDE
+    return max(width, 1), max(height, 1)
+
+
+def tiles_of(image: Image, size: int) -> list[Image]:
+    """Return the tiles of a picture whose sides are multiples of `size`, line by line."""
+    width, height = image.size
+    corners = [(left, top) for top in range(0, height, size) for left in range(0, width, size)]
+    return [image.crop((left, top, left + size, top + size)) for left, top in corners]
+
+
+def internvl(image: Image, settings: Settings) -> Tiles:
+    """As many tiles as fit the picture's shape best, and the picture as a whole, made as small as a tile."""
+    tile, resample = settings.integer("size", "height", default=384), settings.filter(BICUBIC)
+    most = settings.integer("max_patches", default=12, high=MAX_TILES)
+    if not settings.flag("crop_to_patches", False) or most == 1:
+        return Tiles([image.resize((tile, tile), resample)])
+    columns, lines = _best_grid(*image.size, tile, settings.integer("min_patches", default=1), most)
+    tiles = tiles_of(image.resize((columns * tile, lines * tile), resample), tile)
+    return Tiles([*tiles, image.resize((tile, tile), resample)] if len(tiles) > 1 else tiles)
+
+
+def _best_grid(width: int, height: int, tile: int, least: int, most: int) -> tuple[int, int]:
+    """Return the columns and lines whose ratio is nearest to the picture's; of equals the one with more tiles, while
+    these cover less than twice the picture."""
+    grids = [(c, n) for c in range(1, most + 1) for n in range(1, most + 1) if least <= c * n <= most]
+    best, nearest = (1, 1), math.inf
+    for columns, lines in sorted(grids, key=lambda grid: grid[0] * grid[1]):
+        distance = abs(width / height - columns / lines)
+        is_covered = width * height > 0.5 * tile * tile * columns * lines
+        if distance < nearest or (distance == nearest and is_covered):
+            best, nearest = (columns, lines), distance
+    return best
+
+
+def pixtral(image: Image, settings: Settings) -> Tiles:
+    """At most size.longest_edge on a side, and both sides multiples of a patch's."""
+    longest = settings.integer("size", "longest_edge", default=1024)
+    patch = settings.integer("patch_size", "height", default=16)
+    width, height = image.size
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        width, height = math.floor(width / ratio), math.floor(height / ratio)
+    size = max(_up_to(width, patch), patch), max(_up_to(height, patch), patch)
+    return Tiles([image.resize(size, settings.filter(BICUBIC))])
+
+
+def gemma3(image: Image, settings: Settings) -> Tiles:
+    """The whole picture, made as large as the tower's input."""
+    size = settings.integer("size", "width", default=224), settings.integer("size", "height", default=224)
+    return Tiles([image.resize(size, settings.filter(BILINEAR))])
+
+
+CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
+    "internvl": internvl,
+    "mistral3": pixtral,
+    "gemma3": gemma3,
+}
+"""The rules by model_type."""

@@ -1,0 +1,179 @@
+"""`PictureForm`: how a model's prompt names a picture. Its chat template writes one mark for it, which becomes the text
+that the model was trained with, with a placeholder token for each row of the tower's.
+
+The rules are those of the families' processors. Called by `reading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from headrace import hub
+from headrace.protocol.errors import CheckpointError
+
+FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class Grid(NamedTuple):
+    """The inputs of one picture: (height, width) of each, and how many lines and columns of them are tiles."""
+
+    sizes: list[tuple[int, int]]
+    lines: int
+    columns: int
+
+
+class Words(NamedTuple):
+    """The texts of a family's tokens. mark: written by the template for a picture. token: the placeholder of a row."""
+
+    mark: str
+    token: str
+    begin: str = ""
+    end: str = ""
+    line_end: str = ""
+
+
+class PictureForm(NamedTuple):
+    """family: the model_type. settings: the values of preprocessor_config.json. patch: pixels of a patch's side; merge:
+    patches of a side that become one row; num_rows: rows of an input where all have as many, else 0."""
+
+    family: str
+    settings: dict[str, Any]
+    words: Words
+    patch: int
+    merge: int
+    num_rows: int = 0
+
+    def rows_of(self, height: int, width: int) -> int:
+        """Return the rows of an input of this size."""
+        side = self.patch * self.merge
+        return self.num_rows or (height // side) * (width // side)
+
+    def text(self, grid: Grid) -> str:
+        """Return the text that stands for a picture in a prompt."""
+        return TEXTS[self.family](self, grid)
+
+
+def _idefics3(form: PictureForm, grid: Grid) -> str:
+    words = form.words
+    *tiles, whole = [words.token * form.rows_of(*size) for size in grid.sizes]
+    text = ""
+    for place, tile in enumerate(tiles):
+        line, column = divmod(place, grid.columns)
+        text += f"{words.begin}<row_{line + 1}_col_{column + 1}>{tile}" + "\n" * (column + 1 == grid.columns)
+    return text + "\n" * bool(tiles) + f"{words.begin}<global-img>{whole}{words.begin}"
+
+
+def _one_run(form: PictureForm, grid: Grid) -> str:
+    words = form.words
+    return words.begin + words.token * sum(form.rows_of(*size) for size in grid.sizes) + words.end
+
+
+def _lines(form: PictureForm, grid: Grid) -> str:
+    words, side = form.words, form.patch * form.merge
+    [(height, width)] = grid.sizes
+    lines = [words.token * (width // side)] * (height // side)
+    return words.line_end.join(lines) + words.end
+
+
+def _spaced(form: PictureForm, grid: Grid) -> str:
+    return f"\n\n{_one_run(form, grid)}\n\n"
+
+
+TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
+    "idefics3": _idefics3,
+    "smolvlm": _idefics3,
+    "internvl": _one_run,
+    "mistral3": _lines,
+    "gemma3": _spaced,
+}
+WORDS = {
+    "idefics3": Words("<image>", "<image>", "<fake_token_around_image>"),
+    "smolvlm": Words("<image>", "<image>", "<fake_token_around_image>"),
+    "internvl": Words("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
+    "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+    "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+}
+
+
+PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
+"""Pixels of a patch's side where config.json leaves them out."""
+MAX_NUMBER = 2**14
+
+
+class Texts(Protocol):
+    """A tokenizer, as far as forms need it."""
+
+    def token_to_id(self, token: str) -> int | None: ...
+
+
+def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
+    """Return the form of the model in `directory`; None for one whose pictures are not read, or that has no settings
+    for them. Raises `CheckpointError` for files that are malformed."""
+    if not directory.is_dir():
+        return None
+    values = hub.read_json(directory / "config.json")
+    family, tower, settings = str(values.get("model_type")), values.get("vision_config"), picture_settings(directory)
+    if family not in TEXTS or not isinstance(tower, Mapping) or not settings:
+        return None
+    words = WORDS[family]
+    absent = [word for word in words if word and tokenizer.token_to_id(word) is None]
+    if absent:
+        raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
+    patch = _number(tower, "patch_size", PATCHES.get(family, 16))
+    if family == "gemma3":
+        return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
+    if family == "internvl":
+        ratio = values.get("downsample_ratio", 0.5)
+        merge = round(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
+    else:
+        merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
+    if family == "mistral3":
+        settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
+    return PictureForm(family, settings, words, patch, merge)
+
+
+def _number(values: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a number of config.json that may be written as a pair of equal ones."""
+    value = values.get(name, default)
+    value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NUMBER:
+        raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected an integer from 1 to {MAX_NUMBER}")
+    return value
+
+
+def picture_settings(directory: Path) -> dict[str, Any]:
+    """Return the values for pictures of the processor's files; older ones have them in a file of their own."""
+    values: dict[str, Any] = {}
+    for name in FILES:
+        if (directory / name).is_file():
+            read = hub.read_json(directory / name)
+            values |= read if name == FILES[0] else read.get("image_processor") or {}
+    return values
+
+
+HALF = (0.5, 0.5, 0.5)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class Norm(NamedTuple):
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+
+    scale: float
+    mean: Sequence[float]
+    deviation: Sequence[float]
+
+
+def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
+    """Return how the family's processor makes numbers of pixels. Raises `CheckpointError`."""
+    mean, deviation = CLIP if family in ("internvl", "mistral3") else (HALF, HALF)
+    if settings.get("do_normalize", True):
+        mean, deviation = settings.get("image_mean") or mean, settings.get("image_std") or deviation
+    else:
+        mean, deviation = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    scale = settings.get("rescale_factor") or 1 / 255
+    for name, values in (("image_mean", mean), ("image_std", deviation), ("rescale_factor", [scale] * 3)):
+        if len(values) != 3 or not all(isinstance(each, int | float) and 0 <= each < 1e4 for each in values):
+            raise CheckpointError(f"preprocessor_config.json: {name} is {values!r:.80}, expected positive numbers")
+    return Norm(float(scale) if settings.get("do_rescale", True) else 1.0, mean, deviation)
