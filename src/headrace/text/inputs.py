@@ -165,7 +165,7 @@ class RequestOptions(NamedTuple):
     marks: tuple[str, str] = THINK
     call_id: str = ""
     adapter: str = ""
-    pictures: list[Picture] = []
+    pictures: Sequence[Picture] = ()
 
 
 def make_requests(
@@ -203,7 +203,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             adapter=options.adapter,
-            pictures=options.pictures,
+            pictures=list(options.pictures),
             group=group,
             pooling=options.pooling,
         )

@@ -14,7 +14,7 @@ import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
-from headrace.text.pictures.marks import Pictures, Sent, has_marks, order, parts, replaced
+from headrace.text.pictures.marks import PictureInput, Pictures, has_marks, order, parts, replaced
 from headrace.text.tools import custom, functions
 from headrace.text.traits import Traits
 
@@ -155,7 +155,7 @@ def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
             yield from message.content
 
 
-def pictures_of(messages: Sequence[ChatMessage], pictures: Pictures) -> list[Sent]:
+def pictures_of(messages: Sequence[ChatMessage], pictures: Pictures) -> list[PictureInput]:
     """Return the pictures that stand in the messages, in their order."""
     return [pictures[place] for place in order(texts_of(messages))]
 
@@ -165,11 +165,11 @@ def without_pictures(messages: Sequence[ChatMessage], pictures: Pictures, warn: 
     of results of tools, and `warn` gets the field and the reason. Raises the errors of the others."""
 
     def write(place: int) -> str:
-        sent = pictures[place]
-        if sent.refusal is not None:
-            raise sent.refusal
-        warn(sent.field, LEFT_OUT)
-        return placeholder(sent.kind)
+        picture = pictures[place]
+        if picture.refusal is not None:
+            raise picture.refusal
+        warn(picture.field, LEFT_OUT)
+        return placeholder(picture.kind)
 
     return [_rewritten(message, lambda text: replaced(text, write)) for message in messages]
 
@@ -215,7 +215,9 @@ def _read_message(message: object, field: str, warn: Warn | None, pictures: Pict
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
     role = check_role(message.get("role"), f"{field}.role")
-    content = None if message.get("content") is None else _content(message["content"], f"{field}.content", warn, pictures)
+    content = (
+        None if message.get("content") is None else _content(message["content"], f"{field}.content", warn, pictures)
+    )
     calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     extra = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
@@ -253,7 +255,7 @@ def _content(content: object, field: str, warn: Warn | None, pictures: Pictures 
     return texts
 
 
-def picture_part(part: Mapping[str, Any], field: str, is_refused: bool) -> Sent:
+def picture_part(part: Mapping[str, Any], field: str, is_refused: bool) -> PictureInput:
     """Return the picture of a part in OpenAI's form. is_refused: where the model reads none, it is an error. Raises
     `RequestError`."""
     kind, source = str(part["type"]), part.get("image_url")
@@ -263,9 +265,11 @@ def picture_part(part: Mapping[str, Any], field: str, is_refused: bool) -> Sent:
             raise RequestError(f"{field}.image_url.detail", detail, "auto, low or high")
         source = source.get("url")
     if not isinstance(source, str):
-        raise RequestError(f"{field}.image_url", source, "an object with the url of a picture: data:image/png;base64,...")
+        raise RequestError(
+            f"{field}.image_url", source, "an object with the url of a picture: data:image/png;base64,..."
+        )
     refusal = RequestError(f"{field}.type", kind, "text: nothing else is read") if is_refused else None
-    return Sent(f"{field}.image_url", source, kind, refusal)
+    return PictureInput(f"{field}.image_url", source, kind, refusal)
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from headrace.serve.call.adapters import AdapterScale
 from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.messages import ChatMessage, read_messages, without_billing
+from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.pictures.marks import Pictures
 from headrace.text.pictures.reading import Cut
-from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import NO_TOOLS, ToolUse

@@ -314,12 +314,12 @@ class ServedModel:
         reader, worker = self.pictures, self._picture_worker
         if reader is None or worker is None:
             return text
-        sent = pictures_of(call.messages, call.pictures)
-        if len(sent) > MAX_PICTURES:
-            raise RequestError("messages", f"{len(sent)} pictures", f"at most {MAX_PICTURES} pictures")
+        pictures = pictures_of(call.messages, call.pictures)
+        if len(pictures) > MAX_PICTURES:
+            raise RequestError("messages", f"{len(pictures)} pictures", f"at most {MAX_PICTURES} pictures")
         call.cuts = [
             await in_time(worker.run(functools.partial(reader.read, each)), "its pictures were decoded")
-            for each in sent
+            for each in pictures
         ]
         return reader.text(text, call.cuts)
 
@@ -452,7 +452,7 @@ class ServedModel:
                 call.cache_salt,
                 self.draw,
                 adapter=self.adapter(call.model, call.lora),
-                pictures=list(pictures),
+                pictures=pictures,
             ),
             arrival_time=call.arrival_time,
             beam=call.beam,

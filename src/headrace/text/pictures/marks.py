@@ -17,7 +17,7 @@ _SECRET = secrets.token_hex(12)
 _MARK = re.compile(rf"<picture {_SECRET}:(\d+)>")
 
 
-class Sent(NamedTuple):
+class PictureInput(NamedTuple):
     """A picture of a request. source: a data URL, base64, or another URL. kind: the name of its part, for texts that
     stand in its place. refusal: the error for a model that reads none; None: a text stands in its place then."""
 
@@ -27,12 +27,12 @@ class Sent(NamedTuple):
     refusal: HeadraceError | None = None
 
 
-class Pictures(list[Sent]):
+class Pictures(list[PictureInput]):
     """The pictures of a request, in their order."""
 
-    def mark(self, sent: Sent) -> str:
+    def mark(self, picture: PictureInput) -> str:
         """Add a picture and return the text that stands for it."""
-        self.append(sent)
+        self.append(picture)
         return f"<picture {_SECRET}:{len(self) - 1}>"
 
 
