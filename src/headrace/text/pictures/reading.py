@@ -24,6 +24,8 @@ MAX_PIXELS = 2**26
 """Pixels of a picture before it is cut."""
 MAX_PICTURES = 64
 """Pictures of a request."""
+MAX_CUT_BYTES = 64 * 2**20
+"""Bytes of all inputs that are made of a request's pictures."""
 MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 2**30
 """Bytes that decoding and cutting may take."""
@@ -88,6 +90,11 @@ class PictureReader:
     def text(self, prompt: str, cuts: Sequence[Cut], field: str = "messages") -> str:
         """Return the prompt with each picture's mark replaced by the text that stands for it. Raises `RequestError`
         for another number of marks than pictures: a text of the user's has one."""
+        num_bytes = sum(len(view.pixels) for cut in cuts for view in cut.views)
+        if num_bytes > MAX_CUT_BYTES:
+            raise RequestError(
+                field, f"{len(cuts)} pictures", f"fewer or smaller: cut, {num_bytes} bytes of at most {MAX_CUT_BYTES}"
+            )
         mark = self.form.words.mark
         prompt = replaced(prompt, lambda _: mark)
         parts = prompt.split(mark)
