@@ -11,7 +11,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import Picture
 from headrace.text.pictures.forms import read_form
 from headrace.text.pictures.marks import PictureInput
-from headrace.text.pictures.reading import MAX_PICTURES, Cut, PictureReader
+from headrace.text.pictures.reading import Cut, PictureReader
 from headrace.text.tokenizer import Tokenizer
 
 IMAGES = "multi_modal_data"
@@ -20,9 +20,11 @@ IMAGES = "multi_modal_data"
 class OfflinePictures:
     """Reads pictures for a model. `reader`: None for a model that reads text only."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer | None, tower: str) -> None:
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer | None, tower: str, max_pictures: int | None = None
+    ) -> None:
         form = read_form(directory, tokenizer) if tower and tokenizer is not None else None
-        self.reader = None if form is None else PictureReader(form)
+        self.reader = None if form is None else PictureReader(form, max_pictures)
         self._tokenizer = tokenizer
 
     def expanded(self, prompt: Any) -> tuple[Any, Sequence[Picture]]:
@@ -50,8 +52,7 @@ class OfflinePictures:
         if tokenizer is None:
             raise RequestError("prompt", text, "token ids, for the engine runs without a tokenizer")
         if cuts:
-            if len(cuts) > MAX_PICTURES:
-                raise RequestError(IMAGES, f"{len(cuts)} pictures", f"at most {MAX_PICTURES} pictures")
+            self._required().check_number(len(cuts), IMAGES)
             text = self._required().text(text, cuts, "prompt")
         token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
         pictures: list[Picture] = []

@@ -64,9 +64,14 @@ class Cut(msgspec.Struct):
 class PictureReader:
     """Reads the pictures of one model's requests. `process` decodes them."""
 
-    def __init__(self, form: PictureForm) -> None:
-        self.form = form
+    def __init__(self, form: PictureForm, max_pictures: int | None = None) -> None:
+        self.form, self._most = form, MAX_PICTURES if max_pictures is None else min(max_pictures, MAX_PICTURES)
         self.process = BoundedProcess(SANDBOX, MAX_CPU_SECONDS)
+
+    def check_number(self, num: int, field: str) -> None:
+        """Raise `RequestError` for more pictures than a request may have."""
+        if num > self._most:
+            raise RequestError(field, f"{num} pictures", f"at most {self._most} pictures (--limit-mm-per-prompt)")
 
     def cut(self, data: bytes, field: str) -> Cut:
         """Decode one picture. Raises `RequestError` naming `field`, and `ChildFailedError`."""
@@ -82,8 +87,8 @@ class PictureReader:
     def read(self, picture: PictureInput) -> Cut:
         """Decode the picture of a request. Raises as `cut`."""
         source, field = picture.source, picture.field
-        if source.startswith(("http:", "https:")):
-            raise RequestError(field, source[:80], "a data URL, data:image/png;base64,...: this server fetches none")
+        if picture.is_address:
+            raise RequestError(field, source[:80], "a data URL, data:image/png;base64,...: nothing is fetched here")
         is_url = source.startswith("data:") or picture.kind in ("image_url", "input_image")
         return self.cut(from_data_url(source, field) if is_url else from_base64(source, field), field)
 
