@@ -1,5 +1,5 @@
 """Fetches pictures that requests name by their address: from hosts that the server's flags name, and from no address of
-a private network (S-11).
+a private network (S-16).
 
 The address that was checked is the one that is connected to, so that a name which resolves to another one a moment
 later gains nothing. Redirects are not followed. Called by `service`.
