@@ -134,5 +134,5 @@ class PictureRows:
 def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
     """pixels [height, width, 3] -> (pixels * scale - mean) / deviation, as the processors compute them."""
     scaled = (pixels.astype(np.float64) * norm.scale).astype(np.float32)
-    result: F32 = (scaled - np.asarray(norm.mean, np.float32)) / np.asarray(norm.deviation, np.float32)
-    return result
+    mean, deviation = (np.array(numbers, np.float32) for numbers in (norm.mean, norm.deviation))
+    return (scaled - mean) / deviation

@@ -7,7 +7,7 @@ lie in the cache only while the step runs. Knows `Ops` and `Weights` only. Calle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +56,23 @@ class Keys(NamedTuple):
     default_activation: str = "gelu"
 
 
+class Sizes(Protocol):
+    """What a part reads of the model that it belongs to: an `Encoder`, or a tower for pictures."""
+
+    weights: Weights
+    ops: Ops
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    max_model_len: int
+    eps: float
+    activation: Any
+
+
 class LayerNorm:
     """(x - mean) / deviation * weight + bias. Old files name the parts gamma and beta."""
 
-    def __init__(self, model: Encoder, name: str, *, bias: bool = True) -> None:
+    def __init__(self, model: Sizes, name: str, *, bias: bool = True) -> None:
         weight = "gamma" if model.weights.has(f"{name}.gamma") else "weight"
         self.weight = model.weights.tensor(f"{name}.{weight}", (model.hidden_size,))
         second = "beta" if weight == "gamma" else "bias"
@@ -76,7 +89,7 @@ class Attention:
 
     def __init__(
         self,
-        model: Encoder,
+        model: Sizes,
         layer_id: int,
         names: Sequence[str],
         out: str,
@@ -105,7 +118,7 @@ class Attention:
 class MLP:
     """down(act(up(x)))."""
 
-    def __init__(self, model: Encoder, up: str, down: str) -> None:
+    def __init__(self, model: Sizes, up: str, down: str) -> None:
         hidden, inner = model.hidden_size, model.intermediate_size
         self.up = model.weights.matrix(Linear([up], hidden, [inner], bias=True))
         self.down = model.weights.matrix(Linear([down], inner, [hidden], bias=True))
@@ -121,7 +134,7 @@ class GatedMLP:
 
     def __init__(
         self,
-        model: Encoder,
+        model: Sizes,
         names: Sequence[str],
         down: str,
         *,
