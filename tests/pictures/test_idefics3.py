@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
 from tests.support.harness import BACKENDS
 from tests.support.pictures import (
     LLAMA,
@@ -20,6 +17,8 @@ from tests.support.pictures import (
     verify_logits,
     verify_reading,
 )
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 TILES = [f"<row_{line}_col_{column}>" for line in range(1, 7) for column in range(1, 7)]
 WORDS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *TILES]

@@ -20,6 +20,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from tests.support.harness import load, make_batch, scattered_tables
 from transformers import PreTrainedTokenizerFast
 
 import headrace.builtin
@@ -32,7 +33,6 @@ from headrace.runner.runner import Runner
 from headrace.text.pictures.forms import norm_of, read_form
 from headrace.text.pictures.reading import PictureReader
 from headrace.text.tokenizer import Tokenizer
-from tests.support.harness import load, make_batch, scattered_tables
 
 F32 = NDArray[np.float32]
 SIZES = ((131, 77), (40, 90), (64, 64))
