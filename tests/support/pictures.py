@@ -80,6 +80,12 @@ def save_random(model: Any, directory: Path, dtype: torch.dtype = torch.float32)
     return model
 
 
+def without_video(kind: type) -> Any:
+    """Return a class of processors that needs no torchvision, which is for the parts that read videos."""
+    parts = classmethod(lambda cls: ["image_processor", "tokenizer"])
+    return type(kind.__name__, (kind,), {"get_attributes": parts})
+
+
 class Theirs(NamedTuple):
     """The answers of transformers for `PROMPT` with three pictures: token ids, the pixels [3, height, width] of each
     input of the tower, and the logits [R, V]."""

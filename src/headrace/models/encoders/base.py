@@ -85,7 +85,8 @@ class LayerNorm:
 
 class Attention:
     """Attention over the whole text, or `window` positions to each side (Beltagy et al. 2020). `names`: of the layers
-    q, k and v, or of one layer that has all three. by_distance: biases of the scores (`Scoring.bias`)."""
+    q, k and v, or of one layer that has all three. out_bias: of the last layer, where it is not as the others.
+    by_distance: biases of the scores (`Scoring.bias`)."""
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class Attention:
         out: str,
         *,
         bias: bool = True,
+        out_bias: bool | None = None,
         window: int | None = None,
         rope_table: RopeTable | None = None,
         by_distance: Array | None = None,
@@ -107,11 +109,15 @@ class Attention:
         self.scoring = Scoring(scale, window, ahead=ahead, bias=by_distance)
         outs = [width] * 3 if len(names) == 3 else [3 * width]
         self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, cut=self.heads))
-        self.out = model.weights.matrix(Linear([out], width, [width], bias=bias))
+        self.out = model.weights.matrix(Linear([out], width, [width], bias=bias if out_bias is None else out_bias))
+
+    def inputs(self, x: Array) -> Array:
+        """x [R, H] -> queries, keys and values [R, 3 * H]."""
+        return self.ops.linear(x, self.qkv)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache, self.form)
+        query = ops.rope_store(self.inputs(x), self.heads, rows, cache, self.form)
         return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 
 

@@ -115,10 +115,11 @@ def tiles_of(image: Image, size: int) -> list[Image]:
 
 
 def internvl(image: Image, settings: Settings) -> Tiles:
-    """As many tiles as fit the picture's shape best, and the picture as a whole, made as small as a tile."""
+    """As many tiles as fit the picture's shape best, and the picture as a whole, made as small as a tile. The family's
+    processor does so whatever `crop_to_patches` is."""
     tile, resample = settings.integer("size", "height", default=384), settings.filter(BICUBIC)
     most = settings.integer("max_patches", default=12, high=MAX_TILES)
-    if not settings.flag("crop_to_patches", False) or most == 1:
+    if most == 1:
         return Tiles([image.resize((tile, tile), resample)])
     columns, lines = _best_grid(*image.size, tile, settings.integer("min_patches", default=1), most)
     tiles = tiles_of(image.resize((columns * tile, lines * tile), resample), tile)

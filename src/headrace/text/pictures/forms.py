@@ -126,7 +126,7 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
     if family == "internvl":
         ratio = values.get("downsample_ratio", 0.5)
-        merge = round(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
+        merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
     if family == "mistral3":
