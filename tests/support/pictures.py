@@ -6,14 +6,18 @@ Used by tests/pictures, one file for each family.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
 import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tests.support.harness import load, make_batch, scattered_tables
 from transformers import PreTrainedTokenizerFast
+from transformers.models.pixtral import image_processing_pil_pixtral
 
 import headrace.builtin
 from headrace.backends.step import Chunks
@@ -84,6 +89,15 @@ def without_video(kind: type) -> Any:
     """Return a class of processors that needs no torchvision, which is for the parts that read videos."""
     parts = classmethod(lambda cls: ["image_processor", "tokenizer"])
     return type(kind.__name__, (kind,), {"get_attributes": parts})
+
+
+def pixtral_processor() -> Any:
+    """Return transformers' class of Pixtral's processor. Its module needs torchvision, for a function that the one for
+    Pillow has too."""
+    names = [f"transformers.models.pixtral.{name}" for name in ("image_processing_pixtral", "processing_pixtral")]
+    stand_in = {} if importlib.util.find_spec("torchvision") else {names[0]: image_processing_pil_pixtral}
+    with patch.dict(sys.modules, stand_in):
+        return importlib.import_module(names[1]).PixtralProcessor
 
 
 class Theirs(NamedTuple):
