@@ -60,8 +60,6 @@ def rope_table(weights: Weights, angles: F32) -> RopeTable:
 
 
 class Tower(base.Tower):
-    """root, merger: names of the tower and of what joins patches."""
-
     defaults: ClassVar[dict[str, Any]] = {
         "hidden_size": 1024,
         "intermediate_size": 4096,
@@ -70,7 +68,7 @@ class Tower(base.Tower):
         "patch_size": 16,
     }
     default_activation = "gelu"
-    root = "vision_tower"
+    default_layer = -1
 
     def __init__(self, config: ModelConfig, outer: ModelConfig, weights: Weights, ops: Ops) -> None:
         super().__init__(config, outer, weights, ops)
@@ -81,15 +79,15 @@ class Tower(base.Tower):
                 f"config.json: vision_config.head_dim is {config.values.get('head_dim', head_dim)}, expected "
                 f"hidden_size / num_attention_heads, {head_dim}, as a multiple of 4"
             )
-        stated = outer.values.get("vision_feature_layer", -1)
+        stated = outer.values.get("vision_feature_layer", self.default_layer)
         if stated != -1:
             raise CheckpointError(f"config.json: vision_feature_layer is {stated!r:.80}, expected -1")
         rope = config.rope
         rope.choice("rope_type", {"default": None, "axial": None}, "default")
         self.rope_table = rope_table(weights, angles_of(rope.number("rope_theta", 10000.0, low=1.0), head_dim))
-        self.patch = self.patch_linear(f"{self.root}.patch_conv", bias=False)
-        self.first_norm = self.norm_of(f"{self.root}.ln_pre")
-        self.layers = [self.layer(f"{self.root}.transformer.layers.{i}", i) for i in range(self.num_layers)]
+        self.patch = self.patch_linear("vision_tower.patch_conv", bias=False)
+        self.first_norm = self.norm_of("vision_tower.ln_pre")
+        self.layers = [self.layer(f"vision_tower.transformer.layers.{i}", i) for i in range(self.num_layers)]
         self.connect()
 
     def connect(self) -> None:

@@ -7,7 +7,7 @@ their filters decide the numbers, so they are the processor's own. Knows no mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ MAX_SIDE = 4096
 MAX_TILES = 64
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """The numbers of Pillow's filters, as in preprocessor_config.json."""
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
 
 class Tiles(NamedTuple):
@@ -54,6 +55,20 @@ class Settings:
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
         return default if value is None else bool(value)
+
+    def has(self, *names: str) -> bool:
+        """Return whether there is a value under `names`, one inside the other."""
+        value: Any = self._values
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value is not None
+
+    def colour(self, name: str, default: Sequence[float]) -> tuple[int, ...]:
+        """Return a colour of three numbers from 0 to 1 as bytes, rounded down."""
+        value = self._values.get(name) or default
+        if not isinstance(value, list | tuple) or len(value) != 3 or not all(0 <= part <= 1 for part in value):
+            raise ValueError(f"{name} is {value!r:.80}, expected three numbers from 0 to 1")
+        return tuple(int(part * 255) for part in value)
 
     def filter(self, default: int) -> int:
         """Return the number of the filter for resizing."""
@@ -157,11 +172,47 @@ def gemma3(image: Image, settings: Settings) -> Tiles:
     return Tiles([image.resize(size, settings.filter(BILINEAR))])
 
 
+def llava(image: Image, settings: Settings) -> Tiles:
+    """The whole picture: made a square with the mean colour if `do_pad`; resized to size, or until its shorter side is
+    size.shortest_edge; and its middle cut out if `do_center_crop`."""
+    if settings.flag("do_pad", False):
+        image = _squared(image, settings.colour("image_mean", CLIP_MEAN))
+    width, height = image.size
+    if settings.flag("do_resize", True):
+        width, height = _llava_size(width, height, settings)
+        image = image.resize((width, height), settings.filter(BICUBIC))
+    if settings.flag("do_center_crop", settings.has("crop_size")):
+        crop_width, crop_height = (settings.integer("crop_size", side, default=224) for side in ("width", "height"))
+        left, top = (width - crop_width) // 2, (height - crop_height) // 2
+        image = image.crop((left, top, left + crop_width, top + crop_height))
+    return Tiles([image])
+
+
+def _squared(image: Image, colour: tuple[int, ...]) -> Image:
+    from PIL import Image as images
+
+    side = max(image.size)
+    square = images.new("RGB", (side, side), colour)
+    square.paste(image, ((side - image.size[0]) // 2, (side - image.size[1]) // 2))
+    return square
+
+
+def _llava_size(width: int, height: int, settings: Settings) -> tuple[int, int]:
+    if settings.has("size", "height"):
+        return settings.integer("size", "width"), settings.integer("size", "height")
+    shorter = settings.integer("size", "shortest_edge", default=224)
+    if width <= height:
+        return shorter, int(shorter * height / width)
+    return int(shorter * width / height), shorter
+
+
 CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
     "mistral3": pixtral,
+    "pixtral": pixtral,
+    "llava": llava,
     "gemma3": gemma3,
 }
 """The rules by model_type."""

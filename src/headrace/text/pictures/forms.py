@@ -86,6 +86,8 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "smolvlm": _idefics3,
     "internvl": _one_run,
     "mistral3": _lines,
+    "pixtral": _lines,
+    "llava": _one_run,
     "gemma3": _spaced,
 }
 WORDS = {
@@ -93,12 +95,15 @@ WORDS = {
     "smolvlm": Words("<image>", "<image>", "<fake_token_around_image>"),
     "internvl": Words("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+    "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+    "llava": Words("<image>", "<image>"),
     "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
 }
 
 
 PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
+CLIP_TYPE = "clip_vision_model"
 MAX_NUMBER = 2**14
 
 
@@ -115,21 +120,26 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         return None
     values = hub.read_json(directory / "config.json")
     family, tower, settings = str(values.get("model_type")), values.get("vision_config"), picture_settings(directory)
+    if isinstance(tower, Mapping) and family == "llava" and tower.get("model_type") == "pixtral":
+        family = "pixtral"
     if family not in TEXTS or not isinstance(tower, Mapping) or not settings:
         return None
     words = WORDS[family]
     absent = [word for word in words if word and tokenizer.token_to_id(word) is None]
     if absent:
         raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
-    patch = _number(tower, "patch_size", PATCHES.get(family, 16))
+    default = 32 if family == "llava" and tower.get("model_type", CLIP_TYPE) == CLIP_TYPE else PATCHES.get(family, 16)
+    patch = _number(tower, "patch_size", default)
     if family == "gemma3":
         return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
     if family == "internvl":
         ratio = values.get("downsample_ratio", 0.5)
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
+    elif family in ("llava", "pixtral"):
+        merge = 1
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
-    if family == "mistral3":
+    if family in ("mistral3", "pixtral"):
         settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
     return PictureForm(family, settings, words, patch, merge)
 

@@ -1,0 +1,83 @@
+"""LLaVA with the towers of CLIP, SigLIP and Pixtral, as transformers' processor and model have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.harness import BACKENDS
+from tests.support.pictures import (
+    LLAMA,
+    Theirs,
+    answers,
+    make_tokenizer,
+    pixtral_processor,
+    refusal,
+    save_random,
+    verify_logits,
+    verify_reading,
+)
+from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+SIDE = 56
+EDGES = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+KINDS: dict[str, dict[str, Any]] = {
+    "clip": {"vision_config": {"model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 14}},
+    "padded": {
+        "vision_config": {"model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 14, "hidden_act": "gelu"},
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": False,
+    },
+    "siglip": {
+        "vision_config": {"model_type": "siglip_vision_model", "image_size": SIDE, "patch_size": 14},
+        "vision_feature_layer": 2,
+        "vision_feature_select_strategy": "full",
+    },
+    "pixtral": {
+        "vision_config": {"model_type": "pixtral", "image_size": 112, "patch_size": 14, "hidden_act": "silu"},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    },
+}
+
+
+def processor_of(kind: str, tokenizer: Any) -> Any:
+    if kind == "pixtral":
+        images = PixtralImageProcessorPil(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+        return pixtral_processor()(images, tokenizer, patch_size=14, spatial_merge_size=1)
+    if kind == "siglip":
+        images = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+        return LlavaProcessor(images, tokenizer, patch_size=14, vision_feature_select_strategy="full")
+    images = CLIPImageProcessorPil(**EDGES) if kind == "clip" else LlavaImageProcessorPil(do_pad=True, **EDGES)
+    return LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+    kind, words = request.param, ["<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    directory, tokenizer = tmp_path_factory.mktemp("llava"), make_tokenizer(words)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+    mark = "[IMG]" if kind == "pixtral" else "<image>"
+    fields = {"tie_word_embeddings": False} | KINDS[kind]
+    fields["vision_config"] = sizes | fields["vision_config"]
+    config = LlavaConfig(
+        text_config=LLAMA | {"vocab_size": len(tokenizer) + 5, "tie_word_embeddings": False},
+        image_token_index=tokenizer.convert_tokens_to_ids(mark), **fields,
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    return answers(directory, save_random(model, directory), processor_of(kind, tokenizer), mark)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pixels_tokens_and_logits_are_those_of_transformers(theirs: Theirs, backend: str) -> None:
+    prompt = verify_reading(theirs)
+    assert len(prompt.pictures) == 3
+    verify_logits(theirs, prompt, backend)
