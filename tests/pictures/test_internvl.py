@@ -55,6 +55,7 @@ def test_pixels_tokens_and_logits_are_those_of_transformers(theirs: Theirs, back
     verify_logits(theirs, prompt, backend)
 
 
+@pytest.mark.parametrize("theirs", ["small"], indirect=True)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.support.harness import BACKENDS
+from tests.support.harness import BACKENDS, load
 from tests.support.pictures import (
     LLAMA,
     Theirs,
     answers,
+    logits_of,
     make_tokenizer,
     pixtral_processor,
     refusal,
@@ -30,7 +33,12 @@ EDGES = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width":
 KINDS: dict[str, dict[str, Any]] = {
     "clip": {"vision_config": {"model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 14}},
     "padded": {
-        "vision_config": {"model_type": "clip_vision_model", "image_size": SIDE, "patch_size": 14, "hidden_act": "gelu"},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "image_size": SIDE,
+            "patch_size": 14,
+            "hidden_act": "gelu",
+        },
         "vision_feature_layer": -1,
         "multimodal_projector_bias": False,
     },
@@ -81,3 +89,31 @@ def test_pixels_tokens_and_logits_are_those_of_transformers(theirs: Theirs, back
     prompt = verify_reading(theirs)
     assert len(prompt.pictures) == 3
     verify_logits(theirs, prompt, backend)
+
+
+@pytest.mark.parametrize("theirs", ["clip"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"vision_feature_layer": 0}, "vision_feature_layer is 0, expected one layer of 3, as 1 to 3 or -3 to -1"),
+        ({"vision_feature_layer": -4}, "vision_feature_layer is -4"),
+        ({"vision_feature_layer": [-2, -3]}, "vision_feature_layer is [-2, -3]"),
+        ({"vision_feature_select_strategy": "full"}, "select_strategy is 'full', expected 'default' for this tower"),
+        ({"vision_config.model_type": "vit"}, "model_type is 'vit', expected one of clip_vision_model"),
+        ({"vision_config.hidden_act": "silly"}, "hidden_act is 'silly', expected one of silu"),
+    ],
+)
+def test_a_config_that_the_tower_does_not_fit_is_refused(
+    theirs: Theirs, changes: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert reason in refusal(theirs.directory, tmp_path / "wrong", changes, caplog)
+
+
+@pytest.mark.parametrize("theirs", ["clip"], indirect=True)
+def test_an_inner_layer_is_not_the_last_one(theirs: Theirs, tmp_path: Path) -> None:
+    prompt = verify_reading(theirs)
+    shutil.copytree(theirs.directory, tmp_path / "last")
+    path = tmp_path / "last" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_feature_layer": -1}))
+    [logits] = logits_of(load(tmp_path / "last"), [prompt], [512])
+    assert abs(logits[-1] - theirs.logits[-1]).max() > 1e-2

@@ -36,10 +36,10 @@ class Settings:
         self._values = values
 
     def integer(self, *names: str, default: int | None = None, high: int = 2**14) -> int:
-        """Return the number under `names`, one inside the other."""
+        """Return the number under `names`, one inside the other; older files have one number for all."""
         value: Any = self._values
         for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None
+            value = value.get(name) if isinstance(value, Mapping) else value
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise ValueError(f"{'.'.join(names)} is {value!r:.40}, expected an integer from 1 to {high}")

@@ -103,6 +103,10 @@ WORDS = {
 
 PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
+SIDES = {"internvl": 448, "llava": 224}
+"""Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
+LONGEST, MAX_PATCHES = ("mistral3", "pixtral"), 128
+"""Families whose towers take all sizes, and the patches of a side that these take at most."""
 CLIP_TYPE = "clip_vision_model"
 MAX_NUMBER = 2**14
 
@@ -139,9 +143,33 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         merge = 1
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
+    _verify_sizes(family, settings, tower, patch)
     if family in ("mistral3", "pixtral"):
         settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
     return PictureForm(family, settings, words, patch, merge)
+
+
+def _verify_sizes(family: str, settings: Mapping[str, Any], tower: Mapping[str, Any], patch: int) -> None:
+    """Raises `CheckpointError` for settings that make inputs of sizes which the tower does not take."""
+    if settings.get("do_resize") is False and (family in SIDES or family in LONGEST):
+        raise CheckpointError("preprocessor_config.json: do_resize is false, expected true")
+    key, size = "size", settings.get("size")
+    if family == "llava" and settings.get("do_center_crop", True) and "crop_size" in settings:
+        key, size = "crop_size", settings["crop_size"]
+    if family in SIDES:
+        side = _number(tower, "image_size", SIDES[family])
+        stated = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else [size, size]
+        if stated != [side, side]:
+            raise CheckpointError(
+                f"preprocessor_config.json: {key} is {size!r:.80}, expected the tower's image_size, {side}"
+            )
+    if family in LONGEST:
+        longest = size.get("longest_edge") if isinstance(size, Mapping) else size
+        if type(longest) is not int or not 1 <= longest <= MAX_PATCHES * patch:
+            raise CheckpointError(
+                f"preprocessor_config.json: size is {size!r:.80}, expected a longest_edge from 1 to "
+                f"{MAX_PATCHES * patch}, {MAX_PATCHES} patches"
+            )
 
 
 def _number(values: Mapping[str, Any], name: str, default: int) -> int:
