@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.harness import BACKENDS, load
 from tests.support.pictures import (
     LLAMA,
@@ -117,3 +119,24 @@ def test_an_inner_layer_is_not_the_last_one(theirs: Theirs, tmp_path: Path) -> N
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_feature_layer": -1}))
     [logits] = logits_of(load(tmp_path / "last"), [prompt], [512])
     assert abs(logits[-1] - theirs.logits[-1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("theirs", ["clip"], indirect=True)
+def test_other_spellings_of_the_tensors_names_are_the_same_model(theirs: Theirs, tmp_path: Path) -> None:
+    prompt = verify_reading(theirs)
+    [before] = logits_of(load(theirs.directory), [prompt], [512])
+    directory = tmp_path / "spelt"
+    shutil.copytree(theirs.directory, directory)
+    spellings = {
+        "vision_tower.": "model.vision_tower.vision_model.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+    tensors = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        old, new = next(pair for pair in spellings.items() if name.startswith(pair[0]))
+        tensors[new + name.removeprefix(old)] = tensor
+    save_file(tensors, directory / "model.safetensors")
+    [after] = logits_of(load(directory), [prompt], [512])
+    np.testing.assert_array_equal(after, before)
