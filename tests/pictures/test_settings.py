@@ -20,6 +20,8 @@ from transformers import (
 from headrace.models import towers
 from headrace.models.decoder import ACTIVATIONS
 from headrace.protocol.errors import CheckpointError
+from headrace.text.pictures.forms import read_form
+from headrace.text.tokenizer import Tokenizer
 
 KINDS: dict[tuple[str, str], Any] = {
     ("idefics3", "idefics3_vision"): Idefics3VisionConfig,
@@ -87,6 +89,18 @@ def test_settings_for_other_inputs_than_the_towers_are_refused(
     with pytest.raises(CheckpointError) as raised:
         Ours(tmp_path)
     assert reason in str(raised.value)
+
+
+def test_pictures_that_are_not_read_have_no_form(tmp_path: Path) -> None:
+    settings = {"size": {"height": 56, "width": 56}}
+    directory = write(
+        tmp_path, {"model_type": "gemma3", "vision_config": {"image_size": 56, "patch_size": 14}}, settings
+    )
+    tokenizer = Tokenizer.load(directory)
+    assert read_form(directory, tokenizer) is None
+    assert towers.find("gemma3") is None
+    write(directory, {"model_type": "llava", "vision_config": {"image_size": 56, "patch_size": 14}}, settings)
+    assert read_form(directory, tokenizer) is not None
 
 
 def test_old_files_have_one_number_for_both_sides(tmp_path: Path) -> None:

@@ -166,12 +166,6 @@ def pixtral(image: Image, settings: Settings) -> Tiles:
     return Tiles([image.resize(size, settings.filter(BICUBIC))])
 
 
-def gemma3(image: Image, settings: Settings) -> Tiles:
-    """The whole picture, made as large as the tower's input."""
-    size = settings.integer("size", "width", default=224), settings.integer("size", "height", default=224)
-    return Tiles([image.resize(size, settings.filter(BILINEAR))])
-
-
 def llava(image: Image, settings: Settings) -> Tiles:
     """The whole picture: made a square with the mean colour if `do_pad`; resized to size, or until its shorter side is
     size.shortest_edge; and its middle cut out if `do_center_crop`."""
@@ -213,6 +207,5 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "mistral3": pixtral,
     "pixtral": pixtral,
     "llava": llava,
-    "gemma3": gemma3,
 }
 """The rules by model_type."""

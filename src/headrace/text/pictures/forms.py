@@ -36,19 +36,18 @@ class Words(NamedTuple):
 
 class PictureForm(NamedTuple):
     """family: the model_type. settings: the values of preprocessor_config.json. patch: pixels of a patch's side; merge:
-    patches of a side that become one row; num_rows: rows of an input where all have as many, else 0."""
+    patches of a side that become one row."""
 
     family: str
     settings: dict[str, Any]
     words: Words
     patch: int
     merge: int
-    num_rows: int = 0
 
     def rows_of(self, height: int, width: int) -> int:
         """Return the rows of an input of this size."""
         side = self.patch * self.merge
-        return self.num_rows or (height // side) * (width // side)
+        return (height // side) * (width // side)
 
     def text(self, grid: Grid) -> str:
         """Return the text that stands for a picture in a prompt."""
@@ -77,10 +76,6 @@ def _lines(form: PictureForm, grid: Grid) -> str:
     return words.line_end.join(lines) + words.end
 
 
-def _spaced(form: PictureForm, grid: Grid) -> str:
-    return f"\n\n{_one_run(form, grid)}\n\n"
-
-
 TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -88,8 +83,9 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "mistral3": _lines,
     "pixtral": _lines,
     "llava": _one_run,
-    "gemma3": _spaced,
 }
+"""By model_type. Gemma 3 has none: rows of its text see the whole picture that they stand in, those behind them too,
+which no layer of a decoder here can."""
 WORDS = {
     "idefics3": Words("<image>", "<image>", "<fake_token_around_image>"),
     "smolvlm": Words("<image>", "<image>", "<fake_token_around_image>"),
@@ -97,7 +93,6 @@ WORDS = {
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "llava": Words("<image>", "<image>"),
-    "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
 }
 
 
@@ -134,8 +129,6 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
     default = 32 if family == "llava" and tower.get("model_type", CLIP_TYPE) == CLIP_TYPE else PATCHES.get(family, 16)
     patch = _number(tower, "patch_size", default)
-    if family == "gemma3":
-        return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
     if family == "internvl":
         ratio = values.get("downsample_ratio", 0.5)
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
@@ -205,7 +198,7 @@ class Norm(NamedTuple):
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     """Return how the family's processor makes numbers of pixels. Raises `CheckpointError`."""
-    mean, deviation = CLIP if family in ("internvl", "mistral3") else (HALF, HALF)
+    mean, deviation = CLIP if family in ("internvl", "mistral3", "pixtral", "llava") else (HALF, HALF)
     if settings.get("do_normalize", True):
         mean, deviation = settings.get("image_mean") or mean, settings.get("image_std") or deviation
     else:
