@@ -6,7 +6,6 @@ files and by `engine.library.load`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from headrace.models.unread import Values
@@ -60,7 +59,7 @@ class ModelConfig:
             raise CheckpointError(f"config.json: {name} is {value!r:.80}, expected true or false")
         return value
 
-    def choice(self, name: str, allowed: Mapping[str, Any], default: Any = _REQUIRED) -> Any:
+    def choice(self, name: str, allowed: dict[str, Any], default: Any = _REQUIRED) -> Any:
         """Return `allowed[value]`; the value must be one of the keys of `allowed`."""
         value = self._get(name, default)
         if not isinstance(value, str) or value not in allowed:

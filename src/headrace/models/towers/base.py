@@ -7,7 +7,7 @@ names its tensors without the part before the tower. Knows `Ops` and `Weights` o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -98,7 +98,7 @@ class Tower(Model):
     text_size: int
     """Width of the text's rows."""
     eps_key, default_eps = "layer_norm_eps", 1e-6
-    activations: ClassVar[Mapping[str, str]] = ACTIVATIONS
+    activations: ClassVar[dict[str, Any]] = dict(ACTIVATIONS)
     default_activation = "gelu_pytorch_tanh"
     num_extra = 0
     """Rows before those of the patches, such as the class token's; they are dropped before merging."""

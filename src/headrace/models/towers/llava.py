@@ -107,7 +107,7 @@ class ClipTower(SiglipTower):
     """CLIP: a class token before the patches, and a norm before the layers."""
 
     defaults: ClassVar[dict[str, Any]] = SiglipTower.defaults | {"patch_size": 32}
-    activations = ACTIVATIONS | {QUICK_GELU: QUICK_GELU}
+    activations: ClassVar[dict[str, Any]] = ACTIVATIONS | {QUICK_GELU: QUICK_GELU}
     default_activation, default_eps = QUICK_GELU, 1e-5
     strategy, num_extra = "default", 1
 
