@@ -57,7 +57,7 @@ def load_tower(config: EngineConfig, directory: Path, model: Model) -> PictureRo
 def _loaded(
     config: EngineConfig, directory: Path, model: Model, values: dict[str, Any], settings: dict[str, Any]
 ) -> PictureRows:
-    kind, vision = towers.find(values["model_type"]).Tower, values["vision_config"]
+    kind, vision = towers.kind_of(values), values["vision_config"]
     checkpoint = TowerCheckpoint(directory, kind.scaled)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     spare = re.compile(kind.spare)
