@@ -122,7 +122,9 @@ class LLM:
             path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
             self._tokenizer = Tokenizer.load_if_present(path)
         directory = hub.resolve(self.config.model, self.config.revision, weights=False)
-        self._pictures = OfflinePictures(directory, self._tokenizer, self.core.info.pictures, self.config.max_pictures)
+        self._pictures = OfflinePictures(
+            directory, self._tokenizer, self.core.info.pictures, self.config.limit_mm_per_prompt
+        )
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def _log_loss(self) -> None:

@@ -200,11 +200,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         field = "pipeline_parallel_size" if self.pipeline_parallel_size > 1 else "tensor_parallel_size"
         return field, getattr(self, field)
 
-    @property
-    def max_pictures(self) -> int | None:
-        """The most pictures of a prompt, None where the config sets no bound. Of other media none are read."""
-        return (self.limit_mm_per_prompt or {}).get("image")
-
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The config of the HTTP server. The bounds on waiting work are on by default; beyond them a client gets a 429."""

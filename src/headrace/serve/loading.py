@@ -160,8 +160,8 @@ class RunningModel:
         are the warnings about chats of use."""
         self.served.adapters.take(self.client.info.adapters)
         if self.client.info.pictures and self._form is not None:
-            most = None if self._engine is None else self._engine.max_pictures
-            self.served.read_pictures(PictureReader(self._form, most))
+            limits = None if self._engine is None else self._engine.limit_mm_per_prompt
+            self.served.read_pictures(PictureReader(self._form, limits))
         notes, self.served.notes = self.served.notes, []
         for note in notes if self.client.info.generates else ():
             logger.warning("%s", note)

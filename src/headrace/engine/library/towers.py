@@ -42,7 +42,7 @@ def load_tower(config: EngineConfig, directory: Path, model: Model) -> PictureRo
     reason = "" if settings else "the model's files have no preprocessor_config.json"
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1 or config.rendezvous is not None:
         reason = "several ranks compute the model"
-    if config.max_pictures == 0:
+    if (config.limit_mm_per_prompt or {}).get("image") == 0:
         reason = "limit_mm_per_prompt allows none"
     try:
         if reason:

@@ -47,8 +47,8 @@ async def fetch(url: str, field: str, domains: Sequence[str]) -> bytes:
 
 async def _address(host: str, port: int, field: str) -> str:
     """Return an address of a host, all of which are public."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [str(entry[4][0]) for entry in found]
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [str(entry[4][0]) for entry in entries]
     private = [address for address in addresses if not is_public(address)]
     if private or not addresses:
         raise RequestError(field, host, "a host whose addresses are public")

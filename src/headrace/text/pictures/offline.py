@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ class OfflinePictures:
     """Reads pictures for a model. `reader`: None for a model that reads text only."""
 
     def __init__(
-        self, directory: Path, tokenizer: Tokenizer | None, tower: str, max_pictures: int | None = None
+        self, directory: Path, tokenizer: Tokenizer | None, tower: str, limits: Mapping[str, int] | None = None
     ) -> None:
         form = read_form(directory, tokenizer) if tower and tokenizer is not None else None
-        self.reader = None if form is None else PictureReader(form, max_pictures)
+        self.reader = None if form is None else PictureReader(form, limits)
         self._tokenizer = tokenizer
 
     def expanded(self, prompt: Any) -> tuple[Any, Sequence[Picture]]:

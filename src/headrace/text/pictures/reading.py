@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import binascii
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -64,8 +64,9 @@ class Cut(msgspec.Struct):
 class PictureReader:
     """Reads the pictures of one model's requests. `process` decodes them."""
 
-    def __init__(self, form: PictureForm, max_pictures: int | None = None) -> None:
-        self.form, self._most = form, MAX_PICTURES if max_pictures is None else min(max_pictures, MAX_PICTURES)
+    def __init__(self, form: PictureForm, limits: Mapping[str, int] | None = None) -> None:
+        """`limits`: the config's limit_mm_per_prompt."""
+        self.form, self._most = form, min((limits or {}).get("image", MAX_PICTURES), MAX_PICTURES)
         self.process = BoundedProcess(SANDBOX, MAX_CPU_SECONDS)
 
     def check_number(self, num: int, field: str) -> None:
