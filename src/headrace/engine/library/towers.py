@@ -29,6 +29,7 @@ from headrace.models.towers.base import MAX_PATCHES, Tower, take_pictures
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError
 from headrace.protocol.pictures import Picture
+from headrace.quant.arrays import cast, floats
 from headrace.text.pictures.forms import Norm, norm_of, picture_settings
 
 logger = logging.getLogger(__name__)
@@ -135,4 +136,12 @@ def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
     """pixels [height, width, 3] -> (pixels * scale - mean) / deviation, as the processors compute them."""
     scaled = (pixels.astype(np.float64) * norm.scale).astype(np.float32)
     mean, deviation = (np.array(numbers, np.float32) for numbers in (norm.mean, norm.deviation))
-    return (scaled - mean) / deviation
+    if not norm.rounds:
+        return (scaled - mean) / deviation
+
+    def rounded(numbers: F32) -> F32:
+        result: F32 = floats(cast(numbers, "bfloat16"))
+        return result
+
+    scaled = rounded(pixels.astype(np.float32) * np.float32(norm.scale))
+    return rounded(rounded(scaled - rounded(mean)) / rounded(deviation))

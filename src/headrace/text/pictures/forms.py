@@ -76,6 +76,12 @@ def _lines(form: PictureForm, grid: Grid) -> str:
     return words.line_end.join(lines) + words.end
 
 
+def _llama4(form: PictureForm, grid: Grid) -> str:
+    words, rows = form.words, form.words.token * form.rows_of(*grid.sizes[-1])
+    line = "<|tile_x_separator|>".join([rows] * grid.columns) + words.line_end
+    return words.begin + line * grid.lines + words.mark + rows + words.end
+
+
 TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -83,6 +89,7 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "mistral3": _lines,
     "pixtral": _lines,
     "llava": _one_run,
+    "llama4": _llama4,
 }
 """By model_type. Gemma 3 has none: rows of its text see the whole picture that they stand in, those behind them too,
 which no layer of a decoder here can."""
@@ -93,12 +100,13 @@ WORDS = {
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "llava": Words("<image>", "<image>"),
+    "llama4": Words("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>"),
 }
 
 
-PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
+PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "llama4": 14}
 """Pixels of a patch's side where config.json leaves them out."""
-SIDES = {"internvl": 448, "llava": 224}
+SIDES = {"internvl": 448, "llava": 224, "llama4": 448}
 """Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
 LONGEST, MAX_PATCHES = ("mistral3", "pixtral"), 128
 """Families whose towers take all sizes, and the patches of a side that these take at most."""
@@ -129,8 +137,8 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
     default = 32 if family == "llava" and tower.get("model_type", CLIP_TYPE) == CLIP_TYPE else PATCHES.get(family, 16)
     patch = _number(tower, "patch_size", default)
-    if family == "internvl":
-        ratio = values.get("downsample_ratio", 0.5)
+    if family in ("internvl", "llama4"):
+        ratio = tower.get("pixel_shuffle_ratio", 0.5) if family == "llama4" else values.get("downsample_ratio", 0.5)
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
     elif family in ("llava", "pixtral"):
         merge = 1
@@ -189,11 +197,12 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 class Norm(NamedTuple):
-    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel. rounds: each step rounds to bfloat16."""
 
     scale: float
     mean: Sequence[float]
     deviation: Sequence[float]
+    rounds: bool = False
 
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
@@ -207,4 +216,6 @@ def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     for name, values in (("image_mean", mean), ("image_std", deviation), ("rescale_factor", [scale] * 3)):
         if len(values) != 3 or not all(isinstance(each, int | float) and 0 <= each < 1e4 for each in values):
             raise CheckpointError(f"preprocessor_config.json: {name} is {values!r:.80}, expected positive numbers")
-    return Norm(float(scale) if settings.get("do_rescale", True) else 1.0, mean, deviation)
+    is_scaled = settings.get("do_rescale", True)
+    rounds = family == "llama4" and is_scaled and settings.get("do_normalize", True)
+    return Norm(float(scale) if is_scaled else 1.0, mean, deviation, rounds)
