@@ -202,8 +202,8 @@ def _llava_size(width: int, height: int, settings: Settings) -> tuple[int, int]:
 
 
 def llama4(image: Image, settings: Settings) -> Tiles:
-    """Tiles of the canvas that lets the picture grow least, or shrink least, in whose upper left it lies; and the picture
-    as a whole, made as small as a tile."""
+    """Tiles of the canvas that lets the picture grow least, or shrink least, which lies in its upper left; and the
+    whole picture, as small as a tile."""
     from PIL import Image as images
 
     tile, resample = settings.integer("size", "height", default=336), settings.filter(BILINEAR)
