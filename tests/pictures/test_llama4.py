@@ -9,6 +9,7 @@ import importlib
 import json
 import random
 import sys
+from operator import methodcaller
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -72,16 +73,16 @@ def rules() -> Any:
 def processed(rules: Any, image: Image.Image, most: int = 6) -> tuple[torch.Tensor, tuple[int, int]]:
     """Return the pixels of a picture's inputs, and its lines and columns."""
     kind = rules.Llama4ImageProcessor
-    processor = object.__new__(
-        type("Own", (kind,), {"resize": staticmethod(resized), "normalize": staticmethod(normed)})
-    )
-    made = processor._preprocess(
-        [torch.from_numpy(np.array(image)).permute(2, 0, 1)], do_resize=True, size=SizeDict(height=SIDE, width=SIDE),
-        resample=2, do_rescale=True, rescale_factor=1 / 255, do_normalize=True, image_mean=[0.5] * 3,
-        image_std=[0.5] * 3, max_patches=most, resize_to_max_canvas=False, disable_grouping=True, return_tensors="pt",
+    with_pillow = type("WithPillow", (kind,), {"resize": staticmethod(resized), "normalize": staticmethod(normed)})
+    ask = methodcaller(
+        "_preprocess", [torch.from_numpy(np.array(image)).permute(2, 0, 1)], do_resize=True,
+        size=SizeDict(height=SIDE, width=SIDE), resample=2, do_rescale=True, rescale_factor=1 / 255, do_normalize=True,
+        image_mean=[0.5] * 3, image_std=[0.5] * 3, max_patches=most, resize_to_max_canvas=False, disable_grouping=True,
+        return_tensors="pt",
     )  # fmt: skip
-    lines, columns = made["aspect_ratios"][0].tolist()
-    return made["pixel_values"].reshape(-1, 3, SIDE, SIDE).float(), (lines, columns)
+    inputs = ask(object.__new__(with_pillow))
+    lines, columns = inputs["aspect_ratios"][0].tolist()
+    return inputs["pixel_values"].reshape(-1, 3, SIDE, SIDE).float(), (lines, columns)
 
 
 @pytest.fixture(scope="module")
