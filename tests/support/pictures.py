@@ -30,7 +30,7 @@ from transformers.models.pixtral import image_processing_pil_pixtral
 
 import headrace.builtin
 from headrace.backends.step import Chunks
-from headrace.engine.library.towers import normalised
+from headrace.models.towers.rows import normalised
 from headrace.protocol.pictures import Picture
 from headrace.runner.pictures import picture_rows
 from headrace.runner.pieces import Piece

@@ -269,8 +269,8 @@ class Runner:
             observed,
             self._slots(batch, pieces),
         )
-        features = None if self.pictures is None else picture_rows(batch, pieces, self.pictures)
-        finite, logits = self.program.forward(chunks, logits_rows, features)
+        further = [] if self.pictures is None else [picture_rows(batch, pieces, self.pictures)]
+        finite, logits = self.program.forward(chunks, logits_rows, *further)
         for piece, sound in zip(pieces, finite, strict=True):
             # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:

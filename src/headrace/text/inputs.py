@@ -11,7 +11,7 @@ import copy
 import random
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -22,6 +22,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.parameters import MAX_INT32
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 from headrace.protocol.step import EngineInfo, Pooling, Request
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
@@ -65,6 +66,27 @@ def seed_source(seed: int | None) -> Callable[[], int]:
 def new_request_id() -> str:
     """Return a fresh id that cannot be guessed, whatever id the client has chosen (S-25)."""
     return str(uuid.uuid4())
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt, or several, as a list. Raises `RequestError`."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of such prompts")
+    listed = list(prompts)
+    if listed and all(isinstance(token_id, int) for token_id in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def one_each(name: str, values: Any, count: int) -> list[Any]:
+    """Return a value for each of `count` prompts: the same one, or those of a list. Raises `RequestError`."""
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(name, len(values), f"one, or one for each of the {count} prompts")
+    return list(values)
 
 
 def prompt_size(prompt: Prompt) -> int:
@@ -153,7 +175,7 @@ class RequestOptions(NamedTuple):
 
     draw: returns a seed where a call has none. tokenizer: encodes the texts in the parameters. marks: the marks of the
     model's reasoning. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
-    them under the reply's id. adapter: the digest of the one that answers.
+    them under the reply's id. adapter: the digest of the one that answers. pictures: those of the one prompt.
     """
 
     priority: int = 0
@@ -164,6 +186,7 @@ class RequestOptions(NamedTuple):
     marks: tuple[str, str] = THINK
     call_id: str = ""
     adapter: str = ""
+    pictures: Sequence[Picture] = ()
 
 
 def make_requests(
@@ -201,6 +224,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             adapter=options.adapter,
+            pictures=list(options.pictures),
             group=group,
             pooling=options.pooling,
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def names() -> list[str]:
     """Return every model_type whose pictures headrace reads."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "rows"))
 
 
 def find(model_type: object) -> Any:
