@@ -32,6 +32,7 @@ class Words(NamedTuple):
     begin: str = ""
     end: str = ""
     line_end: str = ""
+    between: str = ""
 
 
 class PictureForm(NamedTuple):
@@ -78,7 +79,7 @@ def _lines(form: PictureForm, grid: Grid) -> str:
 
 def _llama4(form: PictureForm, grid: Grid) -> str:
     words, rows = form.words, form.words.token * form.rows_of(*grid.sizes[-1])
-    line = "<|tile_x_separator|>".join([rows] * grid.columns) + words.line_end
+    line = words.between.join([rows] * grid.columns) + words.line_end
     return words.begin + line * grid.lines + words.mark + rows + words.end
 
 
@@ -100,7 +101,9 @@ WORDS = {
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "llava": Words("<image>", "<image>"),
-    "llama4": Words("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>"),
+    "llama4": Words(
+        "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>", "<|tile_x_separator|>"
+    ),
 }
 
 
@@ -145,6 +148,8 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
     _verify_sizes(family, settings, tower, patch)
+    if family in ("idefics3", "smolvlm"):
+        _verify_tile(settings, patch, merge)
     if family in ("mistral3", "pixtral"):
         settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
     return PictureForm(family, settings, words, patch, merge)
@@ -171,6 +176,17 @@ def _verify_sizes(family: str, settings: Mapping[str, Any], tower: Mapping[str, 
                 f"preprocessor_config.json: size is {size!r:.80}, expected a longest_edge from 1 to "
                 f"{MAX_PATCHES * patch}, {MAX_PATCHES} patches"
             )
+
+
+def _verify_tile(settings: Mapping[str, Any], patch: int, merge: int) -> None:
+    """Raises `CheckpointError` for tiles whose patches cannot be joined."""
+    stated = settings.get("max_image_size", {})
+    tile = stated.get("longest_edge", 364) if isinstance(stated, Mapping) else stated
+    if type(tile) is not int or not patch * merge <= tile <= MAX_NUMBER or tile // patch % merge:
+        raise CheckpointError(
+            f"preprocessor_config.json: max_image_size is {stated!r:.80}, expected a longest_edge of a multiple of "
+            f"{merge} patches of {patch} pixels"
+        )
 
 
 def _number(values: Mapping[str, Any], name: str, default: int) -> int:
