@@ -54,11 +54,13 @@ class PictureRows:
         self._connector = backend.program(tower.connector, connecting)
         self._known: OrderedDict[str, F32] = OrderedDict()
         self._num_bytes = 0
+        self.num_computed = 0
 
     def features(self, picture: Picture) -> F32:
         known = self._known.pop(picture.digest, None)
         if known is None:
             known = self._computed(picture)
+            self.num_computed += 1
             self._num_bytes += known.nbytes
         self._known[picture.digest] = known
         while self._num_bytes > MAX_KEPT and len(self._known) > 1:
