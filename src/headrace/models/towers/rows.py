@@ -29,7 +29,7 @@ MAX_KEPT = 256 * 2**20
 
 
 class Norm(Protocol):
-    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel. rounds: each step rounds to bfloat16."""
 
     @property
     def scale(self) -> float: ...
@@ -37,6 +37,8 @@ class Norm(Protocol):
     def mean(self) -> Sequence[float]: ...
     @property
     def deviation(self) -> Sequence[float]: ...
+    @property
+    def rounds(self) -> bool: ...
 
 
 class PictureRows:
@@ -95,8 +97,15 @@ def hidden_states(program: Program, token_ids: list[int], blocks: list[int], fea
 
 def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
     """pixels [height, width, 3] -> (pixels * scale - mean) / deviation, as the processors compute them."""
+    mean, deviation = (np.array(numbers, np.float32) for numbers in (norm.mean, norm.deviation))
+    if norm.rounds:
+        scaled = rounded(pixels.astype(np.float32) * np.float32(norm.scale))
+        return rounded(rounded(scaled - rounded(mean)) / rounded(deviation))
     scaled = (pixels.astype(np.float64) * norm.scale).astype(np.float32)
-    mean: F32 = np.asarray(norm.mean, np.float32)
-    deviation: F32 = np.asarray(norm.deviation, np.float32)
-    numbers: F32 = np.divide(scaled - mean, deviation)
-    return numbers
+    return (scaled - mean) / deviation
+
+
+def rounded(numbers: F32) -> F32:
+    """Return the nearest numbers of bfloat16, of equally near ones the even one."""
+    words = np.ascontiguousarray(numbers).view(np.uint32)
+    return (words + (0x7FFF + (words >> 16 & 1)) & 0xFFFF0000).view(np.float32)
