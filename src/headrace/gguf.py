@@ -375,8 +375,19 @@ def files_of(path: Path) -> list[Path]:
 
 
 def models_in(directory: Path) -> list[Path]:
-    """Return the models in a directory: GGUF files, and the first file of each split model that has one there."""
-    return sorted({files_of(path)[0] for path in directory.glob("*.gguf")})
+    """Return the models in a directory: GGUF files, and the first file of each split model that has one there. Towers
+    for pictures are no models."""
+    return sorted({files_of(path)[0] for path in directory.glob("*.gguf") if not is_projector(path.name)})
+
+
+def is_projector(name: str) -> bool:
+    """Return whether a file is a tower for pictures by its name, such as mmproj-model-f16.gguf."""
+    return "mmproj" in name.lower()
+
+
+def projectors_in(directory: Path) -> list[Path]:
+    """Return the towers for pictures in a directory, by their names."""
+    return sorted(path for path in directory.glob("*.gguf") if is_projector(path.name))
 
 
 def read(path: Path) -> GGUF:

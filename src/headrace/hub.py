@@ -13,6 +13,7 @@ import errno
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from typing import Any
 from headrace import builtin, foreign, gguf
 from headrace.protocol import bounds
 from headrace.protocol.errors import CheckpointError, ModelNotFoundError, RequestError
+
+logger = logging.getLogger(__name__)
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.model.v*", "*.txt"]
 PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
@@ -112,6 +115,22 @@ def resolve_tokenizer(model: str, tokenizer: str | None, revision: str | None = 
         return resolve(model, revision, weights=False)
     path = Path(tokenizer).expanduser()
     return path if path.is_file() else resolve(tokenizer, weights=False)
+
+
+def projector_of(path: Path, mmproj: str) -> Path | None:
+    """Return the GGUF file with the tower for pictures of the model at `path`: the file `mmproj`; with "auto" the only
+    one beside a GGUF file whose name has "mmproj" in it; with "none", None. Several are none, with a warning. Raises
+    `ModelNotFoundError` for a file that is not there."""
+    if mmproj not in ("auto", "none"):
+        file = Path(mmproj).expanduser()
+        if not file.is_file():
+            raise ModelNotFoundError(f"{mmproj}: no such file; mmproj names the GGUF file of a tower for pictures")
+        return file
+    beside = gguf.projectors_in(path.parent) if mmproj == "auto" and path.is_file() else []
+    if len(beside) > 1:
+        names = ", ".join(each.name for each in beside[:4])
+        logger.warning("pictures are refused: %s has several towers beside it, %s; --mmproj names one", path, names)
+    return beside[0] if len(beside) == 1 else None
 
 
 def digest(path: Path, names: Iterable[str] = DIGESTED) -> str:
@@ -271,7 +290,7 @@ def choose_files(names: list[str], tag: str) -> list[str]:
     """Return the files of a repository that make one model: a GGUF file if there are some, the one whose name has the
     `tag` in it, with the others of a split model; and else the files of a plain checkpoint. Raises
     `ModelNotFoundError`."""
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+    ggufs = sorted(name for name in names if name.endswith(".gguf") and not gguf.is_projector(name))
     plain = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, each) for each in PATTERNS)]
     if tag in ("", "latest") and "config.json" in plain and any(name.endswith(".safetensors") for name in plain):
         return plain

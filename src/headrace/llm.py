@@ -123,8 +123,9 @@ class LLM:
             self._tokenizer = Tokenizer.load_if_present(path)
         directory = hub.resolve(self.config.model, self.config.revision, weights=False)
         self._pictures = OfflinePictures(
-            directory, self._tokenizer, self.core.info.pictures, self.config.limit_mm_per_prompt
-        )
+            directory, self._tokenizer, self.core.info.pictures, self.config.limit_mm_per_prompt,
+            hub.projector_of(directory, self.config.mmproj),
+        )  # fmt: skip
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def _log_loss(self) -> None:

@@ -137,9 +137,10 @@ class Prompt(NamedTuple):
 class Ours:
     """headrace's reading of prompts for the model in a directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, projector: Path | None = None) -> None:
+        """projector: the GGUF file of its tower, if it is apart."""
         self.tokenizer = Tokenizer.load(directory)
-        form = read_form(directory, self.tokenizer)
+        form = read_form(directory, self.tokenizer, projector)
         assert form is not None
         self.form, self.reader = form, PictureReader(form)
 

@@ -147,15 +147,21 @@ class GGUFWeights(QuantisingReader[Rows]):
     """A GGUF file as `models.weights.Weights`, for one model.
 
     loading: its quantization applies to matrices that are floats in the file. exact: dequantise all blocks into the
-    backend's dtype.
+    backend's dtype. layout: how the tensors become weights, if other than a text's.
     """
 
     def __init__(
-        self, file: GGUF, reading: Reading, backend: Backend, loading: Loading = Loading(), exact: bool = False
+        self,
+        file: GGUF,
+        reading: Reading,
+        backend: Backend,
+        loading: Loading = Loading(),
+        exact: bool = False,
+        layout: GGUFFormat | None = None,
     ) -> None:
         verify_kernels(loading.quantization, backend)
         _verify_types(file, reading, loading.quantization)
-        layout = GGUFFormat(file, reading, backend, exact, loading.on_tensor)
+        layout = layout or GGUFFormat(file, reading, backend, exact, loading.on_tensor)
         super().__init__(layout, GGUFStacks(backend, layout.counts, exact), backend, loading)
 
 

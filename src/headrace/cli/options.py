@@ -96,6 +96,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "max_lora_rank": "Greatest rank of an adapter.",
         "limit_mm_per_prompt": 'Most pictures of a prompt, as a JSON object such as {"image": 4}; with 0 the tower '
         "that reads pictures is not loaded.",
+        "mmproj": "GGUF file with the tower that reads pictures. auto: the model's own, or the only *mmproj*.gguf "
+        "beside the model's GGUF file; none: pictures are refused.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
         "prompts and answers, so keep it private. The four files before it are kept as FILE.1 to FILE.4.",
         "max_record_bytes": "Most bytes of one recording file; the recording ends there and the engine continues.",

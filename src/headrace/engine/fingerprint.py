@@ -34,6 +34,8 @@ def fingerprint_of(config: EngineConfig, info: EngineInfo) -> str:
         # By rejection the guesses decide which tokens are drawn; in the coupled mode they do not.
         "drafts": None if spec is None or spec.mode != "rejection" else spec,
     }
+    if (projector := hub.projector_of(path, config.mmproj)) is not None:
+        facts["projector"] = hub.digest(projector)
     if not config.verify_packed:
         # It imports numpy, which the server's process does without.
         from headrace.checkpoint.packed import damage_of

@@ -184,7 +184,6 @@ _done, _no_effect, _switch, _refused = settings.makers(LLAMA_SERVER)
 _GPU = "a model is not split between CPU and GPU; see --backend and --device"
 _MAPPED = "packed files and GGUF files are mapped into memory"
 LORA = "lora_modules"
-NO_MMPROJ = "no tower is read from a GGUF file as yet: pictures need the model's safetensors folder"
 _TAKES_LORA = (("enable_lora", "true"),)
 _LOG = "see --uvicorn-log-level and --log-format"
 _PINNED = "start the server under taskset or nice"
@@ -353,10 +352,15 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--perf --no-perf", "every reply has timings"),
     _no_effect("--reasoning-budget-message", "the reasoning ends without a message"),
     _switch("--reasoning-preserve --no-reasoning-preserve", "the chat template decides; see --chat-template-kwargs"),
-    _no_effect("-mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --media-path", NO_MMPROJ),
+    _done("-mm", "mmproj"),
+    _done("--no-mmproj --no-mmproj-auto", "mmproj", fixed="none", takes_value=False),
+    _refused("-mmu --mmproj-url", "fetch the file, and give its path with --mmproj"),
+    _no_effect("-mmdev --mmproj-device", "the tower runs on the model's device"),
+    _no_effect("--media-path", "files of the server are not read: send pictures as data URLs"),
     _no_effect("--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps", PICTURES),
     _no_effect("--video-timestamp-interval --video-ffmpeg-dir", PICTURES),
-    _switch("--mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload", PICTURES),
+    _switch("--mmproj-auto", "a file beside the model is found without it"),
+    _switch("--mmproj-offload --no-mmproj-offload", "the tower runs on the model's device"),
     _no_effect("--cors-methods --cors-headers", "see --allowed-origins"),
     _switch("--cors-credentials --no-cors-credentials", "see --allowed-origins"),
     _no_effect("--tools --tools-runtime --mcp-servers-config --mcp-servers-json", NO_TOOLS),

@@ -115,6 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     max_loras: int = 8
     max_lora_rank: int = 64
     limit_mm_per_prompt: dict[str, int] | None = None
+    mmproj: str = "auto"
     record_schedule: str | None = None
     max_record_bytes: int = 2**30
 
@@ -134,6 +135,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")
         _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank")
         self._check_adapters()
+        if not self.mmproj.strip():
+            raise RequestError("mmproj", self.mmproj, "auto, none, or a GGUF file with a tower for pictures")
         _record("limit_mm_per_prompt", self.limit_mm_per_prompt)
         for kind, num in (self.limit_mm_per_prompt or {}).items():
             if kind not in MEDIA or isinstance(num, bool) or not isinstance(num, int) or num < 0:

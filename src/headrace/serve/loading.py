@@ -262,7 +262,9 @@ class Loader:
 
     def _prepare(self, name: str) -> RunningModel:
         path = str(self._folder.path(name))
-        engine = msgspec.structs.replace(self._engine, model=path, enable_lora=False, lora_modules=None)
+        # Each model has its own tower.
+        mmproj = "none" if self._engine.mmproj == "none" else "auto"
+        engine = msgspec.structs.replace(self._engine, model=path, enable_lora=False, lora_modules=None, mmproj=mmproj)
         engine = model_settings.with_adapter(engine)
         # A name that leads here is the model's: `ModelSet` has found it.
         names = [name, *([f"{name}:latest"] if ":" not in name else [])]
@@ -346,8 +348,11 @@ def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProces
 
 def picture_form(engine: EngineConfig, tokenizer: Tokenizer) -> PictureForm | None:
     """Return the form of the model's pictures; None, with a warning, where its files make none."""
+    path = hub.resolve(engine.model, engine.revision, weights=False)
+    if engine.mmproj == "none":
+        return None
     try:
-        return read_form(hub.resolve(engine.model, engine.revision, weights=False), tokenizer)
+        return read_form(path, tokenizer, hub.projector_of(path, engine.mmproj))
     except CheckpointError as error:
         logger.warning("pictures are refused: %s", error)
         return None

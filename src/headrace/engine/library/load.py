@@ -148,7 +148,7 @@ def _build_runner(
         guide = SamplerGuide(sampler, rejects=spec.mode == "rejection")
         target = make_target(config, directory, backend, model, model_config, max_model_len, kv_dtype, guide)
         drafter = make_drafter(spec, target)
-    pictures = load_tower(config, directory, model)
+    pictures = load_tower(config, directory, model, model_config.values)
     max_pieces = config.max_num_seqs if spec is None else num_pieces(config.max_num_seqs, spec.num_nodes)
     pool_sizes = choose_pool_sizes(config, model, max_model_len, backend, kv_dtype, max_pieces)
     set_up = SetUp(
@@ -206,7 +206,7 @@ def _build_runner(
         pooling=pooling,
         classes=classes,
         vectors=sentences.form,
-        pictures="" if pictures is None else str(hub.read_config(directory)["model_type"]),
+        pictures="" if pictures is None else str(pictures.tower.outer.values["model_type"]),
     )
     return runner, info
 

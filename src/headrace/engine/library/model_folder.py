@@ -142,7 +142,7 @@ class ModelFolder:
             return path if (path / "config.json").is_file() or len(gguf.models_in(path)) == 1 else None
         file = path.with_name(f"{path.name}.gguf")
         if file.is_file():
-            return file
+            return None if gguf.is_projector(file.name) else file
         split = sorted(path.parent.glob(f"{glob.escape(path.name)}-00001-of-*.gguf"))
         return split[0] if len(split) == 1 and _gguf_name(split[0]) == path.name else None
 

@@ -46,7 +46,7 @@ class PictureRows:
 
     def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
         self.blank = blank
-        self._tower, self._norm = tower, norm
+        self.tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
         set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
         self._program = backend.program(tower, set_up)
@@ -68,7 +68,7 @@ class PictureRows:
         return known
 
     def _computed(self, picture: Picture) -> F32:
-        size, tower = (picture.height, picture.width), self._tower
+        size, tower = (picture.height, picture.width), self.tower
         if tower.num_rows(*size) != picture.num_rows:
             raise ValueError(f"a picture of {size[0]} x {size[1]} pixels for {picture.num_rows} rows")
         pixels = np.frombuffer(picture.pixels, np.uint8).reshape(*size, 3)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from headrace import hub
 from headrace.protocol.errors import CheckpointError
+from headrace.text.pictures import projectors
 
 FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -123,13 +124,16 @@ class Texts(Protocol):
     def token_to_id(self, token: str) -> int | None: ...
 
 
-def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
+def read_form(directory: Path, tokenizer: Texts, projector: Path | None = None) -> PictureForm | None:
     """Return the form of the model in `directory`; None for one whose pictures are not read, or that has no settings
-    for them. Raises `CheckpointError` for files that are malformed."""
-    if not directory.is_dir():
+    for them. projector: a GGUF file with its tower. Raises `CheckpointError` for files that are malformed."""
+    if projector is not None:
+        _, _, values, settings = projectors.read(projector)
+    elif directory.is_dir():
+        values, settings = hub.read_json(directory / "config.json"), picture_settings(directory)
+    else:
         return None
-    values = hub.read_json(directory / "config.json")
-    family, tower, settings = str(values.get("model_type")), values.get("vision_config"), picture_settings(directory)
+    family, tower = str(values.get("model_type")), values.get("vision_config")
     if isinstance(tower, Mapping) and family == "llava" and tower.get("model_type") == "pixtral":
         family = "pixtral"
     if family not in TEXTS or not isinstance(tower, Mapping) or not settings:

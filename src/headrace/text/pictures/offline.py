@@ -21,9 +21,14 @@ class OfflinePictures:
     """Reads pictures for a model. `reader`: None for a model that reads text only."""
 
     def __init__(
-        self, directory: Path, tokenizer: Tokenizer | None, tower: str, limits: Mapping[str, int] | None = None
+        self,
+        directory: Path,
+        tokenizer: Tokenizer | None,
+        tower: str,
+        limits: Mapping[str, int] | None = None,
+        projector: Path | None = None,
     ) -> None:
-        form = read_form(directory, tokenizer) if tower and tokenizer is not None else None
+        form = read_form(directory, tokenizer, projector) if tower and tokenizer is not None else None
         self.reader = None if form is None else PictureReader(form, limits)
         self._tokenizer = tokenizer
 
