@@ -24,7 +24,6 @@ import gguf  # isort: skip
 F32 = NDArray[np.float32]
 TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?|(?=lm_head\.)")
 """What stands before a text's names."""
-INTERN = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
 TYPES = {
     str: "add_string", bool: "add_bool", int: "add_uint32", float: "add_float32", list: "add_array",
 }  # fmt: skip

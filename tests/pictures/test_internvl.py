@@ -32,14 +32,18 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    directory = tmp_path_factory.mktemp("internvl")
+    return write(tmp_path_factory.mktemp("internvl"), KINDS[request.param])
+
+
+def write(directory: Path, fields: dict[str, Any]) -> Theirs:
+    """Write a checkpoint whose vision_config has further fields."""
     tokenizer = make_tokenizer([*WORDS.values(), VIDEO], extra_special_tokens=WORDS | {"video_token": VIDEO})
     vision = {
         "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
         "image_size": [56, 56], "patch_size": [14, 14], "layer_scale_init_value": 0.7,
     }  # fmt: skip
     config = InternVLConfig(
-        text_config=LLAMA | {"vocab_size": len(tokenizer) + 5}, vision_config=vision | KINDS[request.param],
+        text_config=LLAMA | {"vocab_size": len(tokenizer) + 5}, vision_config=vision | fields,
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"), tie_word_embeddings=False,
     )  # fmt: skip
     model = InternVLForConditionalGeneration._from_config(config, attn_implementation="eager", dtype=torch.float32)

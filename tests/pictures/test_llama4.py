@@ -62,6 +62,10 @@ def padded(pictures: torch.Tensor, padding: list[int], fill: Any) -> torch.Tenso
 
 @pytest.fixture(scope="module")
 def rules() -> Any:
+    return rules_module()
+
+
+def rules_module() -> Any:
     """The module of the processor."""
     parts = ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"]
     modules: dict[str, Any] = {name: ModuleType(name) for name in parts}
@@ -87,25 +91,30 @@ def processed(rules: Any, image: Image.Image, most: int = 6) -> tuple[torch.Tens
 
 @pytest.fixture(scope="module")
 def theirs(rules: Any, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    directory, tokenizer = tmp_path_factory.mktemp("llama4"), make_tokenizer(MARKS)
+    return write(tmp_path_factory.mktemp("llama4"), rules)
+
+
+def write(directory: Path, rules: Any, most: int = 6, **text: Any) -> Theirs:
+    """most: tiles of a picture. text: further fields of the text_config."""
+    tokenizer = make_tokenizer(MARKS)
     vision = {
         "hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
         "image_size": SIDE, "patch_size": 14, "projector_input_dim": 40, "projector_output_dim": 40,
         "vision_output_dim": 40,
     }  # fmt: skip
     config = Llama4Config(
-        text_config=TINY | {"vocab_size": len(tokenizer) + 5}, vision_config=vision, tie_word_embeddings=False,
+        text_config=TINY | {"vocab_size": len(tokenizer) + 5} | text, vision_config=vision, tie_word_embeddings=False,
         image_token_index=tokenizer.convert_tokens_to_ids("<|patch|>"),
     )  # fmt: skip
     model = Llama4ForConditionalGeneration._from_config(config, attn_implementation="eager", dtype=torch.float32)
     save_random(model, directory)
     tokenizer.save_pretrained(directory)
-    settings = {"size": {"height": SIDE, "width": SIDE}, "max_patches": 6, "resample": 2}
+    settings = {"size": {"height": SIDE, "width": SIDE}, "max_patches": most, "resample": 2}
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     images = [blurred(*size, seed) for seed, size in enumerate(SIZES)]
     text, parts = PROMPT, []
     for image in images:
-        pixels, grid = processed(rules, image)
+        pixels, grid = processed(rules, image, most)
         parts.append(pixels)
         text = text.replace(MARK, Llama4Processor._prompt_split_image(None, grid, 4), 1)
     ids, pixels = tokenizer(text)["input_ids"], torch.cat(parts)

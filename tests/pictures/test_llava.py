@@ -72,8 +72,11 @@ def processor_of(kind: str, tokenizer: Any) -> Any:
 
 @pytest.fixture(scope="module", params=KINDS)
 def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    kind, words = request.param, ["<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-    directory, tokenizer = tmp_path_factory.mktemp("llava"), make_tokenizer(words)
+    return write(tmp_path_factory.mktemp("llava"), request.param)
+
+
+def write(directory: Path, kind: str) -> Theirs:
+    tokenizer = make_tokenizer(["<image>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"])
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
     mark = "[IMG]" if kind == "pixtral" else "<image>"
     fields = {"tie_word_embeddings": False} | KINDS[kind]

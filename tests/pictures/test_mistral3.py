@@ -29,7 +29,11 @@ WORDS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
-    directory, tokenizer = tmp_path_factory.mktemp("mistral3"), make_tokenizer(WORDS)
+    return write(tmp_path_factory.mktemp("mistral3"))
+
+
+def write(directory: Path) -> Theirs:
+    tokenizer = make_tokenizer(WORDS)
     vision = {
         "model_type": "pixtral", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 12, "image_size": 112, "patch_size": 7,

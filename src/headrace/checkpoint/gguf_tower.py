@@ -66,8 +66,101 @@ NAMES = {
         },
         swaps=True,
     ),
+    "internvl": Names(
+        "vision_tower.encoder.layer",
+        {
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.projection_layer",
+            "attn_q_norm": "attention.q_norm",
+            "attn_k_norm": "attention.k_norm",
+            "ln1": "layernorm_before",
+            "ln2": "layernorm_after",
+            "ls1": "lambda_1",
+            "ls2": "lambda_2",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        {
+            "v.class_embd": ("vision_tower.embeddings.cls_token", 2),
+            "v.position_embd.weight": ("vision_tower.embeddings.position_embeddings", 1),
+        },
+    ),
+    "pixtral": Names(
+        "vision_tower.transformer.layers",
+        {
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.o_proj",
+            "ln1": "attention_norm",
+            "ln2": "ffn_norm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        {
+            "v.patch_embd": "vision_tower.patch_conv",
+            "v.pre_ln": "vision_tower.ln_pre",
+            "mm.1": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+            "mm.input_norm": "multi_modal_projector.norm",
+            "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+        },
+    ),
+    "mlp": Names(
+        "vision_tower.encoder.layers",
+        SIGLIP,
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.pre_ln": "vision_tower.pre_layrnorm",
+            "v.post_ln": "vision_tower.post_layernorm",
+            "mm.0": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        {"v.class_embd": ("vision_tower.embeddings.class_embedding", 0)},
+        swaps=True,
+    ),
+    "llama4": Names(
+        "vision_model.model.layers",
+        {
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_out": "self_attn.o_proj",
+            "ln1": "input_layernorm",
+            "ln2": "post_attention_layernorm",
+            # gguf-py's table of 2026, which has the name for Gemma 4 too.
+            "attn_post_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_model.patch_embedding.linear",
+            "v.pre_ln": "vision_model.layernorm_pre",
+            "v.post_ln": "vision_model.layernorm_post",
+            "mm.model.mlp.1": "vision_model.vision_adapter.mlp.fc1",
+            "mm.model.mlp.2": "vision_model.vision_adapter.mlp.fc2",
+            "mm.model.fc": "multi_modal_projector.linear_1",
+        },
+        {
+            "v.class_embd": ("vision_model.class_embedding", 0),
+            "v.position_embd.weight": ("vision_model.positional_embedding_vlm", 0),
+        },
+    ),
 }
 """By llama.cpp's name of the projector."""
+UNUSED = {"v.token_embd.img_break"}
+"""The embedding of [IMG_BREAK], which the text has too."""
+VECTORS = re.compile(r".+\.lambda_[12]\.weight")
 
 
 def read(file: GGUF, kind: str, values: Mapping[str, Any]) -> Reading:
@@ -80,6 +173,8 @@ def read(file: GGUF, kind: str, values: Mapping[str, Any]) -> Reading:
     other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if is_swapped else {}
     parts: dict[str, Part] = {}
     for name, info in file.tensors.items():
+        if name in UNUSED:
+            continue
         shape = tuple(reversed(info.shape))
         stem, _, suffix = name.rpartition(".")
         block, ours = BLOCK.fullmatch(name), name
@@ -89,6 +184,7 @@ def read(file: GGUF, kind: str, values: Mapping[str, Any]) -> Reading:
         elif block is not None and block[2] in names.layer:
             part = names.layer[other.get(block[2], block[2])]
             ours = f"{names.root}.{block[1]}.{part}.{block[3]}"
+            ours = ours.removesuffix(".weight") if VECTORS.fullmatch(ours) else ours
         elif suffix in ("weight", "bias") and stem in names.ends:
             ours = f"{names.ends[stem]}.{suffix}"
         if len(shape) == 4:
@@ -96,8 +192,8 @@ def read(file: GGUF, kind: str, values: Mapping[str, Any]) -> Reading:
         if ours in parts:
             raise file.fault("name of a tensor", name, f"the only one that is {ours}")
         parts[ours] = Part(info, shape)
-    turned = head_dim if kind == "pixtral" else 0
-    return Reading({"head_dim": head_dim}, parts, turned)
+    # Of Llama 4 the converter leaves q and k as they are in the checkpoint.
+    return Reading({"head_dim": head_dim}, parts, head_dim if kind == "pixtral" else 0, reorders=kind == "llama4")
 
 
 class TowerFormat(GGUFFormat):
@@ -126,7 +222,7 @@ class TowerFormat(GGUFFormat):
     def bias(self, linear: Linear) -> F32:
         factors = [self._factors(f"{name}.bias", num_out) for name, num_out, _ in linear.layers()]
         bias = super().bias(linear)
-        if factors == [None] * len(factors):
+        if all(each is None for each in factors):
             return bias
         nums = [num_out for _, num_out, _ in linear.layers()]
         ones = (np.ones(num, np.float32) if each is None else each for num, each in zip(nums, factors, strict=True))

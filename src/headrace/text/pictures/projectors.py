@@ -117,7 +117,7 @@ class _Tower:
 
     def merging(self, name: str, default: int) -> int:
         """Return how many patches of a side become one row."""
-        factor = self.number(name, default, MAX_SIDE)
+        factor = self.number(name, default, MAX_TILES)
         if self.sides % factor:
             self.refuse(name, factor, f"a divisor of image_size / patch_size, {self.sides}")
         return factor
@@ -155,5 +155,84 @@ def _idefics3(tower: _Tower) -> tuple[Values, Values]:
     return tower.values("idefics3", "mm.model.fc.weight", scale_factor=factor), settings
 
 
-KINDS: dict[str, Callable[[_Tower], tuple[Values, Values]]] = {"idefics3": _idefics3}
+def _internvl(tower: _Tower) -> tuple[Values, Values]:
+    tower.check_places(1)
+    factor, tile = tower.merging("projector.scale_factor", 2), tower.image
+    tower.vision |= {
+        "hidden_act": tower.act("gelu", "gelu"),
+        "attention_bias": tower.has("v.blk.0.attn_q.bias"),
+        "use_qk_norm": tower.has("v.blk.0.attn_q_norm.weight"),
+        "norm_type": "layer_norm" if tower.has("v.blk.0.ln1.bias") else "rms_norm",
+    }
+    least, most = tower.number("preproc_min_tiles", 1, MAX_TILES), tower.number("preproc_max_tiles", 12, MAX_TILES)
+    if least > most:
+        tower.refuse("preproc_min_tiles", least, f"at most preproc_max_tiles, {most}")
+    settings = {"size": {"height": tile, "width": tile}, "min_patches": least, "max_patches": most}
+    return tower.values("internvl", "mm.model.mlp.3.weight", downsample_ratio=1 / factor), settings
+
+
+def _pixtral(tower: _Tower) -> tuple[Values, Values]:
+    """Pixtral takes pictures of any size up to that of its training, which the file has as image_size."""
+    tower.check_turns()
+    merge, has_merger = tower.number("spatial_merge_size", 1, MAX_SIDE), tower.has("mm.patch_merger.weight")
+    if merge > 1 and not has_merger:
+        tower.refuse("spatial_merge_size", merge, "1 without the tensor mm.patch_merger.weight")
+    tower.vision |= {"model_type": "pixtral", "hidden_act": tower.act("gelu", "gelu")}
+    settings = {"size": {"longest_edge": min(tower.image, MAX_SIDE * tower.patch)}}
+    outer = {"multimodal_projector_bias": tower.has("mm.1.bias"), "vision_feature_layer": -1}
+    if has_merger:
+        return tower.values("mistral3", "mm.2.weight", spatial_merge_size=merge, **outer), settings
+    return tower.values("llava", "mm.2.weight", vision_feature_select_strategy="full", **outer), settings
+
+
+def _llava(tower: _Tower) -> tuple[Values, Values]:
+    """LLaVA 1.5's squares: the picture on one of the mean colour. The file has no layers behind those that count."""
+    file, is_clip = tower.file, tower.has("v.class_embd")
+    tower.check_places(int(is_clip))
+    for name in ("v.image_newline", "model.image_newline"):
+        if tower.has(name):
+            raise file.fault("name of a tensor", name, "one of LLaVA 1.5: the tiles of LLaVA-NeXT are not read")
+    num = tower.vision["num_hidden_layers"]
+    stated = file.integers(PREFIX + "feature_layer", MAX_LAYERS)
+    chosen = [num] if stated is None else list(stated)
+    if len(chosen) != 1 or not 1 <= chosen[0] <= num:
+        tower.refuse("feature_layer", chosen[:8], f"one layer, from 1 to {num}")
+    if is_clip:
+        kind, strategy, act = "clip_vision_model", "default", tower.act("gelu", "quick_gelu")
+    else:
+        kind, strategy, act = "siglip_vision_model", "full", tower.act("gelu_pytorch_tanh", "gelu_pytorch_tanh")
+    tower.vision |= {"model_type": kind, "hidden_act": act}
+    side = {"height": tower.image, "width": tower.image}
+    settings = {"do_pad": True, "size": side, "crop_size": side, "do_center_crop": True}
+    values = tower.values(
+        "llava",
+        "mm.2.weight",
+        multimodal_projector_bias=tower.has("mm.0.bias"),
+        vision_feature_layer=chosen[0],
+        vision_feature_select_strategy=strategy,
+    )
+    return values, settings
+
+
+def _llama4(tower: _Tower) -> tuple[Values, Values]:
+    tower.check_places(1)
+    tower.check_turns()
+    factor, tile, inner = tower.merging("projector.scale_factor", 2), tower.image, tower.vision["intermediate_size"]
+    if inner != factor**2 * tower.hidden:
+        tower.refuse("feed_forward_length", inner, f"that of joined patches, {factor**2 * tower.hidden}")
+    tower.vision |= {
+        "pixel_shuffle_ratio": 1 / factor,
+        "projector_input_dim": tower.outputs("mm.model.mlp.1.weight"),
+        "projector_output_dim": tower.outputs("mm.model.mlp.2.weight"),
+    }
+    return tower.values("llama4", "mm.model.fc.weight"), {"size": {"height": tile, "width": tile}}
+
+
+KINDS: dict[str, Callable[[_Tower], tuple[Values, Values]]] = {
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+    "pixtral": _pixtral,
+    "mlp": _llava,
+    "llama4": _llama4,
+}
 """The projectors by llama.cpp's names."""
