@@ -34,18 +34,27 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
 
 
-def is_rounded(name: str, weight: torch.Tensor) -> bool:
-    """Whether a file of F16 has the tensor so: matrices, but no table of places."""
-    return weight.dim() in (2, 4) and "position" not in name
+def stored_form(name: str, tensor: torch.Tensor, form: str) -> tuple[NDArray[Any], Any, F32]:
+    """Return a tower's tensor as a file of the type `form` has it, its type there, and its numbers: matrices have that
+    type, but F16 where a row is no whole number of blocks; tables of places are F32."""
+    weight = np.ascontiguousarray(tensor.numpy())
+    if form == "F32" or weight.ndim not in (2, 4) or "position" in name:
+        return weight, None, weight
+    if form == "Q8_0" and weight.shape[-1] % 32 == 0:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        codes = gguf.quants.quantize(weight, kind)
+        return codes, kind, gguf.quants.dequantize(codes, kind)
+    half = weight.astype(np.float16)
+    return half, None, half.astype(np.float32)
 
 
-def rounded_copy(directory: Path, to: Path) -> Path:
-    """Copy a checkpoint, with the numbers of its tower that a file of F16 can hold."""
+def rounded_copy(directory: Path, to: Path, form: str) -> Path:
+    """Copy a checkpoint, with the numbers that a tower's file of the type `form` has."""
     shutil.copytree(directory, to)
-    stored = {
-        name: tensor.half().float() if TEXT.match(name) is None and is_rounded(name, tensor) else tensor
-        for name, tensor in tensors(directory).items()
-    }
+    stored = {}
+    for name, tensor in tensors(directory).items():
+        is_text = TEXT.match(name) is not None
+        stored[name] = tensor if is_text else torch.from_numpy(stored_form(name, tensor, form)[2].copy())
     save_file(stored, to / "model.safetensors", {"format": "pt"})
     return to
 
@@ -126,12 +135,14 @@ def write_tower(
     kind: str,
     fields: Mapping[str, Any],
     *,
-    half: bool = False,
+    form: str = "F32",
     names: Names = table_name,
     left: str = "",
+    more: Mapping[str, F32] | None = None,
 ) -> Path:
     """Write the tower of a checkpoint. fields: metadata besides those of every tower, which they replace; None leaves
-    one out. half: matrices as F16. left: tensors that the converter leaves out."""
+    one out. form: see `stored_form`. left: tensors that the converter leaves out. more: further tensors of
+    the file."""
     config = json.loads((directory / "config.json").read_text())
     vision = config["vision_config"]
     writer = gguf.GGUFWriter(path, "clip")
@@ -143,9 +154,10 @@ def write_tower(
             continue
         if kind == "pixtral" and re.search(r"\.[qk]_proj\.", name):
             tensor = paired(tensor, vision["num_attention_heads"])
-        weight = tensor.numpy()
-        weight = weight.astype(np.float16) if half and is_rounded(name, tensor) else weight
-        writer.add_tensor(names(name), np.ascontiguousarray(weight))
+        codes, kind_of_codes, _ = stored_form(name, tensor, form)
+        writer.add_tensor(names(name), codes, raw_dtype=kind_of_codes)
+    for name, weight in (more or {}).items():
+        writer.add_tensor(name, weight)
     if kind == "pixtral":
         writer.add_tensor("v.token_embd.img_break", np.ones(8, np.float32))
     writer.write_header_to_file()

@@ -39,7 +39,7 @@ def write(directory: Path, fields: dict[str, Any]) -> Theirs:
     """Write a checkpoint whose vision_config has further fields."""
     tokenizer = make_tokenizer([*WORDS.values(), VIDEO], extra_special_tokens=WORDS | {"video_token": VIDEO})
     vision = {
-        "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "image_size": [56, 56], "patch_size": [14, 14], "layer_scale_init_value": 0.7,
     }  # fmt: skip
     config = InternVLConfig(

@@ -169,7 +169,7 @@ def read(file: GGUF, kind: str, values: Mapping[str, Any]) -> Reading:
     names, vision = NAMES[kind], values["vision_config"]
     hidden, head_dim = vision["hidden_size"], vision["hidden_size"] // vision["num_attention_heads"]
     down = file.tensors.get("v.blk.0.ffn_down.weight")
-    is_swapped = names.swaps and down is not None and down.shape[0] == hidden
+    is_swapped = names.swaps and down is not None and down.shape[:1] == (hidden,)
     other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"} if is_swapped else {}
     parts: dict[str, Part] = {}
     for name, info in file.tensors.items():

@@ -22,6 +22,8 @@ MAX_PIXELS = 2**13
 MAX_SIDE = 128
 """Patches of a side."""
 MAX_TILES = 64
+MAX_HEAD = 1024
+"""Numbers of a head that turns: each place has an angle for every second one."""
 
 
 class Projector(NamedTuple):
@@ -133,8 +135,10 @@ class _Tower:
             raise self.file.fault(f"shape of {name}", shape, f"({self.hidden}, {num}), as image_size makes it")
 
     def check_turns(self) -> None:
-        if self.hidden // self.heads % 4:
-            bound = f"one whose heads have a multiple of 4 numbers: embedding_length is {self.hidden}"
+        """Raise `CheckpointError` for heads that cannot turn by line and column."""
+        head_dim = self.hidden // self.heads
+        if head_dim % 4 or head_dim > MAX_HEAD:
+            bound = f"one whose heads have a multiple of 4 numbers up to {MAX_HEAD}: embedding_length is {self.hidden}"
             self.refuse("attention.head_count", self.heads, bound)
 
     def values(self, model_type: str, width: str, **outer: Any) -> dict[str, Any]:
