@@ -213,8 +213,9 @@ def test_K16_of_a_repository_one_model_is_chosen() -> None:
     plain = ["config.json", "model.safetensors", "tokenizer.json", "README.md", "x/config.json"]
     assert hub.choose_files(plain, "") == ["config.json", "model.safetensors", "tokenizer.json"]
     ggufs = ["a-Q2_K.gguf", "a-Q4_K_M.gguf", "a-Q8_0.gguf", "mmproj-f16.gguf", "README.md"]
-    assert hub.choose_files(ggufs, "") == ["a-Q4_K_M.gguf"]
-    assert hub.choose_files(ggufs, "q8_0") == ["a-Q8_0.gguf"]
+    assert hub.choose_files(ggufs, "") == ["a-Q4_K_M.gguf", "mmproj-f16.gguf"], "with the tower for pictures"
+    assert hub.choose_files(["mmproj-BF16.gguf", *ggufs], "q8_0") == ["a-Q8_0.gguf", "mmproj-f16.gguf"]
+    assert hub.choose_files(["mmproj-a-Q8_0.gguf", *ggufs[:3]], "Q8_0") == ["a-Q8_0.gguf", "mmproj-a-Q8_0.gguf"]
     assert hub.choose_files(["b.gguf", "a.gguf"], "latest") == ["a.gguf"]
     with pytest.raises(ModelNotFoundError, match=r"no model for the tag Q6_K: its GGUF files are a-Q2_K\.gguf"):
         hub.choose_files(ggufs, "Q6_K")

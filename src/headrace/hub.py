@@ -288,9 +288,9 @@ def gguf_ends(file: gguf.GGUF) -> list[int]:
 
 def choose_files(names: list[str], tag: str) -> list[str]:
     """Return the files of a repository that make one model: a GGUF file if there are some, the one whose name has the
-    `tag` in it, with the others of a split model; and else the files of a plain checkpoint. Raises
-    `ModelNotFoundError`."""
-    ggufs = sorted(name for name in names if name.endswith(".gguf") and not gguf.is_projector(name))
+    `tag` in it, with the others of a split model and one tower for pictures; and else the files of a plain checkpoint.
+    Raises `ModelNotFoundError`."""
+    ggufs = sorted(each for each in names if each.endswith(".gguf") and not gguf.is_projector(each))
     plain = [name for name in names if "/" not in name and any(fnmatch.fnmatch(name, each) for each in PATTERNS)]
     if tag in ("", "latest") and "config.json" in plain and any(name.endswith(".safetensors") for name in plain):
         return plain
@@ -305,7 +305,8 @@ def choose_files(names: list[str], tag: str) -> list[str]:
     files = [f"{folder}{slash}{each}" for each in gguf.names_of_files(name)]
     if missing := [each for each in files if each not in names]:
         raise ModelNotFoundError(f"the repository has {chosen[0]} but not {', '.join(missing[:5])}")
-    return files
+    towers = sorted(each for each in names if each.endswith(".gguf") and gguf.is_projector(each.rpartition("/")[2]))
+    return files + min(([each] for each in towers), key=lambda each: "-f16" not in each[0].lower(), default=[])
 
 
 def pull(name: str, folder: Path) -> None:
