@@ -349,8 +349,12 @@ class Decoder(Model):
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
         longest = self.config.integer("max_position_embeddings")
         rope = ModelConfig({"partial_rotary_factor": self.default_rotary_factor} | rope.values)
-        rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
-        return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
+        table = self.placed(make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta), rope)
+        return table._replace(cos=self.weights.constant(table.cos), sin=self.weights.constant(table.sin))
+
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        """Return the rope table of a model whose rows have positions on several axes; here they have one."""
+        return table
 
     def layer_type(self, layer_id: int) -> str:
         """Return one of the class's `layer_types`: from the config.json's layer_types, else the model's default."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from headrace.backends.base import RopeTable
 from headrace.models import qwen3_5_text
+from headrace.models.axes import in_turn
+from headrace.models.config import ModelConfig
 
 TINY = {
     "model_type": "qwen3_5",
@@ -15,4 +18,5 @@ TINY = {
 
 
 class Model(qwen3_5_text.Model):
-    pass
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        return in_turn(table, rope, (11, 11, 10))

@@ -183,7 +183,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the state before
     chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs, rows
     ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its draft
-    tokens behind it. `pictures[i]` are those of chunk i's sequence, for chunks that begin before the last of them ends.
+    tokens behind it. `pictures[i]` are those of chunk i's sequence.
     """
 
     step_id: int

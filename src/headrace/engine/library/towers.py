@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace import hub
 from headrace.backends import make_backend
 from headrace.backends.base import Backend, SetUp
+from headrace.backends.places import table_of
 from headrace.backends.step import Chunks
 from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import choose_dtype
@@ -76,10 +77,14 @@ def _loaded(
     weights = SafetensorsWeights(checkpoint, own, None, spare=spare)
     tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, own.ops)
     weights.finish()
+    if len(tower.further) > len(model.layers):
+        raise CheckpointError(f"the tower's rows go behind {len(tower.further)} layers, the text has {len(model.layers)}")
     if tower.text_size != model.hidden_size:
         raise CheckpointError(f"the tower's rows have {tower.text_size} numbers, the text's {model.hidden_size}")
     own.choose_activations(tower, "auto", config.num_threads)
-    take_pictures(model)
+    if tower.side_of_row and table_of(model) is None:
+        raise CheckpointError("config.json: mrope_section does not fit the heads of the text")
+    take_pictures(model, len(tower.further))
     rows = PictureRows(tower, own, norm_of(settings, str(values["model_type"])), model.no_features, config.num_threads)
     logger.info("pictures: the tower of %s, %.1f MB", values["model_type"], own.ops.weight_bytes / 1e6)
     return rows
@@ -89,13 +94,14 @@ class PictureRows:
     """The rows that `tower` makes of pictures, with the features that the text's program reads them in."""
 
     def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
-        self.blank = blank
+        self.blank, self.side_of_row = blank, tower.side_of_row
         self._tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
         self._num_rows = MAX_PATCHES
         set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
-        self._program = backend.program(tower, set_up)
+        self._program = backend.program(tower, set_up, [layer for layer, _ in tower.further])
         self._connector = RowProgram(tower.connector, backend, num_threads)
+        self._further = [RowProgram(connector, backend, num_threads) for _, connector in tower.further]
         self._known: OrderedDict[str, F32] = OrderedDict()
         self._num_bytes = 0
 
@@ -119,16 +125,23 @@ class PictureRows:
             raise ValueError(f"a picture of {len(places)} patches, expected at most {self._num_rows}")
         rows = list(range(len(places)))
         blocks = list(range(-(-len(places) // BLOCK)))
-        self._program.forward(Chunks([0], [places], [blocks], later=rows), [], patches)
+        turned = tower.lines_and_columns(*size)
+        observed = rows if self._further else ()
+        self._program.forward(Chunks([0], [places], [blocks], later=rows, observed=observed, places=turned), [], patches)
         read = [self._program.hidden_states(rows[i : i + MAX_READ]).copy() for i in range(0, len(rows), MAX_READ)]
-        merged = tower.merged(np.concatenate(read)[tower.num_extra :], *size)
-        numbers = self._connector.features(merged)
-        return np.concatenate([numbers, np.zeros((len(numbers), 1), np.float32)], axis=1)
+        layers = [np.concatenate(read)]
+        if self._further:
+            layers += np.split(self._program.features(rows), len(self._further), axis=1)
+        merged = [tower.merged(hidden[tower.num_extra :], *size) for hidden in layers]
+        connectors = [self._connector, *self._further]
+        numbers = [connector.features(part) for connector, part in zip(connectors, merged, strict=True)]
+        return np.concatenate([*numbers, np.zeros((len(merged[0]), 1), np.float32)], axis=1)
 
     def close(self) -> None:
         """Free the memory of the programs. May be called twice."""
         self._program.close()
-        self._connector.close()
+        for connector in (self._connector, *self._further):
+            connector.close()
 
 
 def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:

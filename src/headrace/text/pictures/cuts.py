@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 MAX_SIDE = 4096
 """Pixels of a side that idefics3's processor resizes a picture to at most."""
 MAX_TILES = 64
+MAX_RATIO = 200
+"""Of the sides of a picture that Qwen's processor takes."""
+MAX_QWEN_PATCHES = 2**14
+"""Patches of a picture that Qwen's towers take: one that has more is made smaller, where their processor makes it so
+from `size.longest_edge` on."""
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """The numbers of Pillow's filters, as in preprocessor_config.json."""
 
@@ -43,6 +48,9 @@ class Settings:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise ValueError(f"{'.'.join(names)} is {value!r:.40}, expected an integer from 1 to {high}")
         return value
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
 
     def number(self, name: str, default: float) -> float:
         value = self._values.get(name)
@@ -156,11 +164,42 @@ def gemma3(image: Image, settings: Settings) -> Tiles:
     return Tiles([image.resize(size, settings.filter(BILINEAR))])
 
 
+def qwen(image: Image, settings: Settings) -> Tiles:
+    """Both sides multiples of a row's, and pixels between size.shortest_edge and size.longest_edge."""
+    patch = settings.integer("patch_size", default=14)
+    side = patch * settings.integer("merge_size", default=2)
+    # A resized picture has at most as many patches as a tower takes.
+    least, most = (settings.integer(*names, default=default, high=2**30) for names, default in (
+        (("min_pixels",) if settings.has("min_pixels") else ("size", "shortest_edge"), 56 * 56),
+        (("max_pixels",) if settings.has("max_pixels") else ("size", "longest_edge"), 28 * 28 * 1280),
+    ))
+    most = min(most, MAX_QWEN_PATCHES * patch**2)
+    width, height = image.size
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"{width} x {height} pixels, expected sides of at most {MAX_RATIO} to 1")
+    if not settings.flag("do_resize", True):
+        if width % side or height % side:
+            raise ValueError(f"{width} x {height} pixels, expected multiples of {side}")
+        return Tiles([image])
+    new = [round(size / side) * side for size in (height, width)]
+    if new[0] * new[1] > most:
+        beta = math.sqrt(height * width / most)
+        new = [max(side, math.floor(size / beta / side) * side) for size in (height, width)]
+    elif new[0] * new[1] < least:
+        beta = math.sqrt(least / (height * width))
+        new = [math.ceil(size * beta / side) * side for size in (height, width)]
+    return Tiles([image.resize((new[1], new[0]), settings.filter(BICUBIC))])
+
+
 CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "idefics3": idefics3,
     "smolvlm": idefics3,
     "internvl": internvl,
     "mistral3": pixtral,
     "gemma3": gemma3,
+    "qwen3_vl": qwen,
+    "qwen3_vl_moe": qwen,
+    "qwen3_5": qwen,
+    "qwen3_5_moe": qwen,
 }
 """The rules by model_type."""

@@ -87,6 +87,10 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "internvl": _one_run,
     "mistral3": _lines,
     "gemma3": _spaced,
+    "qwen3_vl": _one_run,
+    "qwen3_vl_moe": _one_run,
+    "qwen3_5": _one_run,
+    "qwen3_5_moe": _one_run,
 }
 WORDS = {
     "idefics3": Words("<image>", "<image>", "<fake_token_around_image>"),
@@ -95,6 +99,9 @@ WORDS = {
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
 }
+QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose template writes what stands around a picture's rows."""
+WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 
 PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
@@ -124,6 +131,10 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
     patch = _number(tower, "patch_size", PATCHES.get(family, 16))
     if family == "gemma3":
         return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
+    if family in QWEN:
+        merge = _number(tower, "spatial_merge_size", 2)
+        settings = settings | {"patch_size": patch, "merge_size": merge}
+        return PictureForm(family, settings, words, patch, merge)
     if family == "internvl":
         ratio = values.get("downsample_ratio", 0.5)
         merge = round(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
@@ -167,7 +178,7 @@ class Norm(NamedTuple):
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     """Return how the family's processor makes numbers of pixels. Raises `CheckpointError`."""
-    mean, deviation = CLIP if family in ("internvl", "mistral3") else (HALF, HALF)
+    mean, deviation = CLIP if family in ("internvl", "mistral3", *QWEN) else (HALF, HALF)
     if settings.get("do_normalize", True):
         mean, deviation = settings.get("image_mean") or mean, settings.get("image_std") or deviation
     else:
