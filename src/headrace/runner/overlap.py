@@ -2,8 +2,8 @@
 
 A chunk that follows an undrawn token gets it on the device, out of the last step's draws. Where the host draws another
 token after all, because the two best were too close for the device to tell, the chunk that followed is deferred. Rows
-of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling, pictures or log-probabilities of
-prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
+of logits that the host draws from are brought to it behind the step. Steps with drafts, pooling, pictures or
+log-probabilities of prompts are computed by the runner when they start. Knows no tensors. Called by the runner.
 """
 
 from __future__ import annotations

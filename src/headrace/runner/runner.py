@@ -270,8 +270,8 @@ class Runner:
             self._slots(batch, pieces),
             None if self.pictures is None else places_of(batch, pieces, self.pictures.side_of_row),
         )
-        features = None if self.pictures is None else picture_rows(batch, pieces, self.pictures)
-        finite, logits = self.program.forward(chunks, logits_rows, features)
+        further = [] if self.pictures is None else [picture_rows(batch, pieces, self.pictures)]
+        finite, logits = self.program.forward(chunks, logits_rows, *further)
         for piece, sound in zip(pieces, finite, strict=True):
             # The logits decide for a piece with a draft: its row that is not finite may follow a rejected token.
             if not sound and not piece.nodes:

@@ -43,6 +43,8 @@ from headrace.text import bounded_tokenizer
 from headrace.text.bounded import BoundedProcess
 from headrace.text.inputs import seed_source
 from headrace.text.named_templates import template_of
+from headrace.text.pictures.forms import PictureForm, read_form
+from headrace.text.pictures.reading import PictureReader
 from headrace.text.templates import ChatTemplate, new_process
 from headrace.text.tokenizer import Tokenizer
 
@@ -58,7 +60,8 @@ class ModelParts(NamedTuple):
     requests without one, which get them in order of arrival; `audits` are the reports of `insight.audit.find` on the
     weights; `exporter` is an OpenTelemetry `SpanExporter` for the spans of answers. `engine`, the engine's settings,
     names the model's files; None: there are none. `why`: the reason of its scheduling policy, for people. `notes`:
-    warnings about its chats, for a model that turns out to have some.
+    warnings about its chats, for a model that turns out to have some. `pictures`: the form of its pictures; None for a
+    model that reads none.
     """
 
     tokenizer: Tokenizer | None = None
@@ -70,6 +73,7 @@ class ModelParts(NamedTuple):
     engine: EngineConfig | None = None
     why: str = ""
     notes: Sequence[str] = ()
+    pictures: PictureForm | None = None
 
     @classmethod
     def load(cls, engine: EngineConfig, server: ServerConfig, process: BoundedProcess | None = None) -> ModelParts:
@@ -85,6 +89,7 @@ class ModelParts(NamedTuple):
             exporter=otlp(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None,
             engine=engine,
             notes=text.notes,
+            pictures=None if text.tokenizer is None else picture_form(engine, text.tokenizer),
         )
 
 
@@ -112,6 +117,7 @@ class RunningModel:
         self.client = client
         self._engine = parts.engine
         self._facts: ModelFacts | None = None
+        self._form = parts.pictures
         self.metrics = ServerMetrics(client, name)
         counts = self.metrics.counts
         self.tracer = None if parts.exporter is None else Tracer(parts.exporter, name, counts)
@@ -152,6 +158,8 @@ class RunningModel:
         """Take what the engine, which has started, tells of the model: its adapters, and whether it answers. Only then
         are the warnings about chats of use."""
         self.served.adapters.take(self.client.info.adapters)
+        if self.client.info.pictures and self._form is not None:
+            self.served.read_pictures(PictureReader(self._form))
         notes, self.served.notes = self.served.notes, []
         for note in notes if self.client.info.generates else ():
             logger.warning("%s", note)
@@ -332,6 +340,15 @@ def load_text(engine: EngineConfig, server: ServerConfig, process: BoundedProces
     source = model_settings.read(engine.model).template or server.chat_template
     notes = Notes()
     return ModelText(tokenizer, template_of(tokenizer, source, process, notes.add), notes)
+
+
+def picture_form(engine: EngineConfig, tokenizer: Tokenizer) -> PictureForm | None:
+    """Return the form of the model's pictures; None, with a warning, where its files make none."""
+    try:
+        return read_form(hub.resolve(engine.model, engine.revision, weights=False), tokenizer)
+    except CheckpointError as error:
+        logger.warning("pictures are refused: %s", error)
+        return None
 
 
 def default_params(engine: EngineConfig, server: ServerConfig) -> ModelDefaults:

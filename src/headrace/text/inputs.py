@@ -22,6 +22,7 @@ from headrace.protocol import bounds
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.parameters import MAX_INT32
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 from headrace.protocol.step import EngineInfo, Pooling, Request
 from headrace.text.reasoning import THINK
 from headrace.text.tokenizer import Tokenizer
@@ -153,7 +154,7 @@ class RequestOptions(NamedTuple):
 
     draw: returns a seed where a call has none. tokenizer: encodes the texts in the parameters. marks: the marks of the
     model's reasoning. call_id: the beginning of the requests' ids, which no client chooses, so that a recording has
-    them under the reply's id. adapter: the digest of the one that answers.
+    them under the reply's id. adapter: the digest of the one that answers. pictures: those of the one prompt.
     """
 
     priority: int = 0
@@ -164,6 +165,7 @@ class RequestOptions(NamedTuple):
     marks: tuple[str, str] = THINK
     call_id: str = ""
     adapter: str = ""
+    pictures: Sequence[Picture] = ()
 
 
 def make_requests(
@@ -201,6 +203,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             adapter=options.adapter,
+            pictures=list(options.pictures),
             group=group,
             pooling=options.pooling,
         )

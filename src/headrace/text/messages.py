@@ -7,19 +7,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headrace.protocol import bounds
 from headrace.protocol.errors import RequestError
+from headrace.text.pictures.marks import PictureInput, Pictures, has_marks, order, parts, replaced
 from headrace.text.tools import custom, functions
 from headrace.text.traits import Traits
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 MAX_LABEL = 80
 _PARTS = ("text", "input_text", "output_text", "refusal")
+PICTURE_PARTS = ("image_url", "input_image")
 
 Warn = Callable[[str, str], None]
 """Gets the field of a request, and the reason why it is not honoured."""
@@ -89,9 +91,10 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     def _content(self, traits: Traits) -> str | list[dict[str, Any]] | None:
         form = traits.content_form
         if isinstance(self.content, list):
-            return "\n".join(self.content) if form == "string" else [_part(text) for text in self.content]
+            return "\n".join(self.content) if form == "string" else [p for text in self.content for p in _parts(text)]
         if isinstance(self.content, str):
-            return [_part(self.content)] if form == "parts" else self.content
+            has_parts = form == "parts" or (form == "both" and has_marks(self.content))
+            return _parts(self.content) if has_parts else self.content
         if self.tool_calls and traits.takes_null:
             return None
         return [] if form == "parts" else ""
@@ -143,10 +146,50 @@ def first_new(roles: Sequence[object]) -> int:
     return next((place + 1 for place in range(len(roles) - 2, -1, -1) if roles[place] == "assistant"), 0)
 
 
-def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[ChatMessage]:
+def texts_of(messages: Sequence[ChatMessage]) -> Iterator[str]:
+    """Yield the texts of all messages, in their order."""
+    for message in messages:
+        if isinstance(message.content, str):
+            yield message.content
+        elif isinstance(message.content, list):
+            yield from message.content
+
+
+def pictures_of(messages: Sequence[ChatMessage], pictures: Pictures) -> list[PictureInput]:
+    """Return the pictures that stand in the messages, in their order."""
+    return [pictures[place] for place in order(texts_of(messages))]
+
+
+def without_pictures(messages: Sequence[ChatMessage], pictures: Pictures, warn: Warn) -> list[ChatMessage]:
+    """Return the messages for a model that reads none of `pictures`: short texts replace those of earlier messages and
+    of results of tools, and `warn` gets the field and the reason. Raises the errors of the others."""
+
+    def write(place: int) -> str:
+        picture = pictures[place]
+        if picture.refusal is not None:
+            raise picture.refusal
+        warn(picture.field, LEFT_OUT)
+        return placeholder(picture.kind)
+
+    return [_rewritten(message, lambda text: replaced(text, write)) for message in messages]
+
+
+def _rewritten(message: ChatMessage, change: Callable[[str], str]) -> ChatMessage:
+    content = message.content
+    if isinstance(content, str):
+        content = change(content)
+    elif isinstance(content, list):
+        content = [change(text) for text in content]
+    return message if content == message.content else msgspec.structs.replace(message, content=content)
+
+
+def read_messages(
+    messages: Sequence[object], warn: Warn | None = None, pictures: Pictures | None = None
+) -> list[ChatMessage]:
     """Return a request's `messages`, which are in OpenAI's form.
 
-    Parts that the model cannot read are refused in the user's messages after the model's last turn. In earlier messages
+    `pictures` gets the pictures, for which marks stand in the texts. Other parts that the model cannot read, and
+    pictures without `pictures`, are refused in the user's messages after the model's last turn. In earlier messages
     and in results of tools short texts replace them, and `warn` gets the field and the reason; without `warn` they are
     refused everywhere. Raises `RequestError`.
     """
@@ -159,7 +202,7 @@ def read_messages(messages: Sequence[object], warn: Warn | None = None) -> list[
     read: list[ChatMessage] = []
     for place, message in enumerate(messages):
         is_new = place >= new and isinstance(message, Mapping) and message.get("role") == "user"
-        read.append(_read_message(message, f"messages[{place}]", None if is_new else warn))
+        read.append(_read_message(message, f"messages[{place}]", None if is_new else warn, pictures))
     return read
 
 
@@ -168,18 +211,20 @@ def _has_function(message: object) -> bool:
     return isinstance(message, Mapping) and (message.get("role") == "function" or "function_call" in message)
 
 
-def _read_message(message: object, field: str, warn: Warn | None) -> ChatMessage:
+def _read_message(message: object, field: str, warn: Warn | None, pictures: Pictures | None) -> ChatMessage:
     if not isinstance(message, Mapping):
         raise RequestError(field, message, "an object with role and content")
     role = check_role(message.get("role"), f"{field}.role")
-    content = None if message.get("content") is None else _content(message["content"], f"{field}.content", warn)
+    content = (
+        None if message.get("content") is None else _content(message["content"], f"{field}.content", warn, pictures)
+    )
     calls = _tool_calls(message["tool_calls"], f"{field}.tool_calls") if message.get("tool_calls") else []
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     extra = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
     return ChatMessage(role=role, content=content, reasoning=reasoning, tool_calls=calls, extra=extra)
 
 
-def _content(content: object, field: str, warn: Warn | None) -> str | list[str]:
+def _content(content: object, field: str, warn: Warn | None, pictures: Pictures | None) -> str | list[str]:
     if isinstance(content, str):
         bounds.check("text", content, field)
         return content
@@ -192,6 +237,9 @@ def _content(content: object, field: str, warn: Warn | None) -> str | list[str]:
         if not isinstance(part, Mapping):
             raise RequestError(f"{field}[{i}]", part, "an object with type and text")
         kind = part.get("type")
+        if pictures is not None and kind in PICTURE_PARTS:
+            texts.append(pictures.mark(picture_part(part, f"{field}[{i}]", warn is None)))
+            continue
         if warn is not None and isinstance(kind, str) and kind not in _PARTS:
             warn(f"{field}[{i}]", LEFT_OUT)
             texts.append(placeholder(kind))
@@ -207,8 +255,29 @@ def _content(content: object, field: str, warn: Warn | None) -> str | list[str]:
     return texts
 
 
+def picture_part(part: Mapping[str, Any], field: str, is_refused: bool) -> PictureInput:
+    """Return the picture of a part in OpenAI's form. is_refused: where the model reads none, it is an error. Raises
+    `RequestError`."""
+    kind, source = str(part["type"]), part.get("image_url")
+    if isinstance(source, Mapping):
+        detail = source.get("detail")
+        if detail not in (None, "auto", "low", "high", "original"):
+            raise RequestError(f"{field}.image_url.detail", detail, "auto, low or high")
+        source = source.get("url")
+    if not isinstance(source, str):
+        raise RequestError(
+            f"{field}.image_url", source, "an object with the url of a picture: data:image/png;base64,..."
+        )
+    refusal = RequestError(f"{field}.type", kind, "text: nothing else is read") if is_refused else None
+    return PictureInput(f"{field}.image_url", source, kind, refusal)
+
+
 def _part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    return list(parts(text)) if has_marks(text) else [_part(text)]
 
 
 def _tool_calls(calls: object, field: str) -> list[PastCall]:

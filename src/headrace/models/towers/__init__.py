@@ -12,7 +12,7 @@ from typing import Any
 
 def names() -> list[str]:
     """Return every model_type whose pictures headrace reads."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name != "base")
+    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in ("base", "rows"))
 
 
 def find(model_type: object) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.backends.base import Array, Rows
 from headrace.models.config import ModelConfig
@@ -66,10 +67,11 @@ class Tower(base.Tower):
         lines, columns = (self._buckets(num) for num in self.grid(height, width))
         return [int(line * self.num_sides + column) for line in lines for column in columns]
 
-    def _buckets(self, num: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _buckets(self, num: int) -> NDArray[np.int64]:
         share = np.minimum(np.arange(num, dtype=np.float32) * np.float32(1 / num), np.float32(1 - 1e-6))
         bounds = np.arange(1, self.num_sides) * (1 / self.num_sides)
-        return np.searchsorted(bounds.astype(np.float32), share, side="right")
+        buckets: NDArray[np.int64] = np.searchsorted(bounds.astype(np.float32), share, side="right")
+        return buckets
 
     def merged(self, hidden: F32, height: int, width: int) -> F32:
         return base.shuffled(hidden, *self.grid(height, width), self.factor)

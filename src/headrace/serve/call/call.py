@@ -28,6 +28,8 @@ from headrace.serve.call.parsing import Warnings
 from headrace.serve.call.schema import StreamOptions
 from headrace.text.messages import ChatMessage, read_messages, without_billing
 from headrace.text.outputs import ContentParser, MessageBuilder, MessageParser, MessagePart, Reasoning, TextDelta
+from headrace.text.pictures.marks import Pictures
+from headrace.text.pictures.reading import Cut
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.tools.choice import NO_TOOLS, ToolUse
@@ -249,9 +251,12 @@ class ChatCall(Call, kw_only=True):
     `template_variables` are further variables of it. `add_generation_prompt` None: unless the final message is
     continued. `thinks`: whether there is reasoning before the answer, where the template can choose. `echo`: the reply
     repeats the last message before the answer, if that is the assistant's. `stop_in_reasoning`: stop strings end the
-    answer wherever they stand, not in its content alone."""
+    answer wherever they stand, not in its content alone. `pictures` are those whose marks stand in the messages; once
+    the prompt is rendered, `cuts` has them decoded."""
 
     messages: list[ChatMessage]
+    pictures: Pictures = msgspec.field(default_factory=Pictures)
+    cuts: list[Cut] = []
     tools: ToolUse = NO_TOOLS
     reasoning_effort: str | None = None
     thinks: bool | None = None
@@ -305,9 +310,11 @@ def prompt_call(
     request: PromptRequest, tool_choice: str | dict[str, Any] | None = None, parallel_tool_calls: bool | None = None
 ) -> ChatCall:
     """Return the chat of a request that needs its prompt alone. Raises `RequestError`."""
+    pictures = Pictures()
     return ChatCall(
         model=request.model,
-        messages=read_messages(request.messages or [], request.warnings.add),
+        messages=read_messages(request.messages or [], request.warnings.add, pictures),
+        pictures=pictures,
         tools=ToolUse.of(request.tools, tool_choice, parallel_tool_calls is not False),
         reasoning_effort=request.reasoning_effort,
         chat_template=request.chat_template,

@@ -32,15 +32,17 @@ from headrace.protocol.errors import (
 )
 from headrace.protocol.parameters import PARAMETERS
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 from headrace.protocol.step import EngineInfo
 from headrace.serve.call.adapters import AdapterScale, ServedAdapters
 from headrace.serve.call.call import Answer, Call, ChatCall, ModelDefaults, SamplingFields, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import RequestOptions, draw_seed
-from headrace.text.messages import ChatMessage
+from headrace.text.messages import ChatMessage, pictures_of, without_pictures
 from headrace.text.named_templates import with_ends
 from headrace.text.outputs import MessageParser
+from headrace.text.pictures.reading import MAX_PICTURES, PictureReader
 from headrace.text.reasoning import STYLES
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.stops import StopFinder
@@ -131,6 +133,8 @@ class ServedModel:
         self._renderer = None
         if template is not None or trusts_templates:
             self._renderer = FairWorker(shared_process() if template is None else template.process)
+        self.pictures: PictureReader | None = None
+        self._picture_worker: FairWorker | None = None
 
     @property
     def max_context(self) -> int:
@@ -152,7 +156,16 @@ class ServedModel:
 
     @property
     def _by_task(self) -> dict[str, FairWorker | None]:
-        return {"templates": self._renderer, "grammars": self.front.worker, "tokenizers": self.front.encoder}
+        return {
+            "templates": self._renderer,
+            "grammars": self.front.worker,
+            "tokenizers": self.front.encoder,
+            "pictures": self._picture_worker,
+        }
+
+    def read_pictures(self, reader: PictureReader) -> None:
+        """Read the pictures of chats from now on: the engine has the model's tower."""
+        self.pictures, self._picture_worker = reader, FairWorker(reader.process)
 
     @property
     def num_helper_faults(self) -> dict[str, int]:
@@ -219,7 +232,8 @@ class ServedModel:
                 add_special_tokens=bool(call.add_special_tokens),
                 truncate_prompt_tokens=call.truncate_prompt_tokens,
             )
-            generation = await self._open([token_ids], params, call, rules)
+            pictures = self._placed(call, token_ids)
+            generation = await self._open([token_ids], params, call, rules, pictures)
         return Answer(generation, call, self.front.tokenizer, "chatcmpl", [text], new_parser, call.include_reasoning)
 
     def _reading(
@@ -257,6 +271,8 @@ class ServedModel:
                 "messages", "a chat", "sent to /v1/completions as a prompt: the model has no chat template"
             )
         messages = call.messages
+        if call.pictures and self.pictures is None:
+            messages = without_pictures(messages, call.pictures, call.warn)
         if self.system and not (messages and messages[0].role in ("system", "developer")):
             messages = [ChatMessage(role="system", content=self.system), *messages]
         variables = dict(call.template_variables)
@@ -290,7 +306,29 @@ class ServedModel:
             call.warn(change.field, change.why)
         for field in template.dropped_arguments(call.messages, bool(call.tools.tools)):
             call.warn(field, "no JSON object: the chat template gets {} in its place")
-        return rendering.text
+        return await self._with_pictures(call, rendering.text) if call.pictures else rendering.text
+
+    async def _with_pictures(self, call: ChatCall, text: str) -> str:
+        """Decode the pictures of a call, and return its rendered prompt with the texts that stand for them. Raises
+        `RequestError`."""
+        reader, worker = self.pictures, self._picture_worker
+        if reader is None or worker is None:
+            return text
+        pictures = pictures_of(call.messages, call.pictures)
+        if len(pictures) > MAX_PICTURES:
+            raise RequestError("messages", f"{len(pictures)} pictures", f"at most {MAX_PICTURES} pictures")
+        call.cuts = [
+            await in_time(worker.run(functools.partial(reader.read, each)), "its pictures were decoded")
+            for each in pictures
+        ]
+        return reader.text(text, call.cuts)
+
+    def _placed(self, call: ChatCall, token_ids: list[int]) -> list[Picture]:
+        """Return the pictures of a call with their places in its prompt. Raises `RequestError`."""
+        if self.pictures is None or not call.cuts:
+            return []
+        row_id = self.tokenizer.token_to_id(self.pictures.form.words.token)
+        return self.pictures.place(token_ids, -1 if row_id is None else row_id, call.cuts)
 
     def _template_for(self, call: ChatCall) -> ChatTemplate | None:
         """Return the template of a call: the model's, or the call's own. Raises `UnsupportedError`."""
@@ -387,7 +425,12 @@ class ServedModel:
         return use._replace(schemas={name: bound_strings(schema, most) for name, schema in use.schemas.items()})
 
     async def _open(
-        self, prompts: list[list[int]], params: SamplingParams, call: Call, rules: TextRules = TextRules()
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        call: Call,
+        rules: TextRules = TextRules(),
+        pictures: Sequence[Picture] = (),
     ) -> Generation:
         max_tokens = call.sampling.max_tokens
         longest = max(map(len, prompts))
@@ -404,7 +447,13 @@ class ServedModel:
         generation = await self.front.open(
             prompts,
             params,
-            RequestOptions(call.priority, call.cache_salt, self.draw, adapter=self.adapter(call.model, call.lora)),
+            RequestOptions(
+                call.priority,
+                call.cache_salt,
+                self.draw,
+                adapter=self.adapter(call.model, call.lora),
+                pictures=pictures,
+            ),
             arrival_time=call.arrival_time,
             beam=call.beam,
             rules=rules,

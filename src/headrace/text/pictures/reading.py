@@ -16,6 +16,7 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import Picture, digest_of
 from headrace.text.bounded import BoundedProcess
 from headrace.text.pictures.forms import Grid, PictureForm
+from headrace.text.pictures.marks import PictureInput, replaced
 
 MAX_BYTES = 32 * 2**20
 """Bytes of a picture's file."""
@@ -76,10 +77,19 @@ class PictureReader:
             raise RequestError(field, value, f"one within the bounds: {error}" if isinstance(reply, str) else error)
         return reply
 
+    def read(self, picture: PictureInput) -> Cut:
+        """Decode the picture of a request. Raises as `cut`."""
+        source, field = picture.source, picture.field
+        if source.startswith(("http:", "https:")):
+            raise RequestError(field, source[:80], "a data URL, data:image/png;base64,...: this server fetches none")
+        is_url = source.startswith("data:") or picture.kind in ("image_url", "input_image")
+        return self.cut(from_data_url(source, field) if is_url else from_base64(source, field), field)
+
     def text(self, prompt: str, cuts: Sequence[Cut], field: str = "messages") -> str:
         """Return the prompt with each picture's mark replaced by the text that stands for it. Raises `RequestError`
         for another number of marks than pictures: a text of the user's has one."""
         mark = self.form.words.mark
+        prompt = replaced(prompt, lambda _: mark)
         parts = prompt.split(mark)
         if len(parts) != len(cuts) + 1:
             bound = f"as many as pictures, {len(cuts)}: no text may have {mark!r}, which stands for one"
@@ -87,7 +97,9 @@ class PictureReader:
         texts = [self.form.text(cut.grid) for cut in cuts]
         return "".join(part + text for part, text in zip(parts, [*texts, ""], strict=True))
 
-    def place(self, token_ids: Sequence[int], row_id: int, cuts: Sequence[Cut], field: str = "messages") -> list[Picture]:
+    def place(
+        self, token_ids: Sequence[int], row_id: int, cuts: Sequence[Cut], field: str = "messages"
+    ) -> list[Picture]:
         """Return the inputs of all pictures with their places, those of the token `row_id`. Raises `RequestError`."""
         places = [place for place, token_id in enumerate(token_ids) if token_id == row_id]
         views = [view for cut in cuts for view in cut.views]

@@ -48,12 +48,12 @@ def answer(body: bytes) -> bytes:
 def opened(data: bytes) -> Image:
     """Return the picture, its first frame, turned as its EXIF says, in RGB, on white where it is transparent. Raises
     ValueError, OSError and other errors of Pillow's for bytes that are no picture."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # counted here
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise ValueError(f"it is none of {', '.join(FORMATS)}") from error
     width, height = image.size
     if width * height > MAX_PIXELS:

@@ -41,6 +41,7 @@ from headrace.serve.call.schema import (
 )
 from headrace.serve.call.service import ServedModel
 from headrace.text.messages import read_messages
+from headrace.text.pictures.marks import Pictures
 from headrace.text.tools import functions
 from headrace.text.tools.choice import NO_TOOLS, ToolUse
 
@@ -123,6 +124,7 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
     if request.max_completion_tokens is not None:
         sampling.max_tokens = request.max_completion_tokens
         spelling["max_tokens"] = "max_completion_tokens"
+    pictures = Pictures()
     call = ChatCall(
         model=request.model,
         sampling=sampling,
@@ -131,7 +133,8 @@ def chat_call(request: ChatCompletionRequest) -> ChatCall:
         stream=bool(request.stream),
         warnings=request.warnings,
         spelling=spelling,
-        messages=read_messages(request.messages, request.warnings.add),
+        messages=read_messages(request.messages, request.warnings.add, pictures),
+        pictures=pictures,
         tools=_tools_of(request),
         reasoning_effort=request.reasoning_effort,
         include_reasoning=request.include_reasoning is not False,

@@ -1,0 +1,100 @@
+"""`PictureRows`: the rows that a tower makes of pictures, computed when a step first needs them.
+
+The tower runs on the model's backend, on one picture or tile at a time: its rows depend on its pixels alone. Knows
+pixels and programs; must not know requests. Made by `engine.library.towers`, called by the runner.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backends.base import Backend, Program, SetUp
+from headrace.backends.step import Chunks
+from headrace.models.towers.base import F32, MAX_PATCHES, Tower
+from headrace.protocol.pictures import Picture
+
+BLOCK = 256
+"""Patches of a block of the tower's cache, which lasts for one call."""
+MAX_READ = 128
+"""Rows that are read at once."""
+MAX_ROWS = 512
+"""Rows of the connector that are computed at once."""
+MAX_KEPT = 256 * 2**20
+"""Bytes of rows that are kept: a long prompt's chunks, and other questions, need them again."""
+
+
+class Norm(Protocol):
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def mean(self) -> Sequence[float]: ...
+    @property
+    def deviation(self) -> Sequence[float]: ...
+
+
+class PictureRows:
+    """The rows that `tower` makes of pictures, with the features that the text's program reads them in."""
+
+    def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
+        self.blank, self.side_of_row = blank, tower.side_of_row
+        self._tower, self._norm = tower, norm
+        num_blocks = -(-MAX_PATCHES // BLOCK)
+        set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
+        self._program = backend.program(tower, set_up)
+        connecting = SetUp((1,), MAX_ROWS, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
+        self._connector = backend.program(tower.connector, connecting)
+        self._known: OrderedDict[str, F32] = OrderedDict()
+        self._num_bytes = 0
+
+    def features(self, picture: Picture) -> F32:
+        known = self._known.pop(picture.digest, None)
+        if known is None:
+            known = self._computed(picture)
+            self._num_bytes += known.nbytes
+        self._known[picture.digest] = known
+        while self._num_bytes > MAX_KEPT and len(self._known) > 1:
+            self._num_bytes -= self._known.popitem(last=False)[1].nbytes
+        return known
+
+    def _computed(self, picture: Picture) -> F32:
+        size, tower = (picture.height, picture.width), self._tower
+        if tower.num_rows(*size) != picture.num_rows:
+            raise ValueError(f"a picture of {size[0]} x {size[1]} pixels for {picture.num_rows} rows")
+        pixels = np.frombuffer(picture.pixels, np.uint8).reshape(*size, 3)
+        patches, places = tower.patches(normalised(pixels, self._norm)), tower.places(*size)
+        if len(places) > MAX_PATCHES:
+            raise ValueError(f"a picture of {len(places)} patches, expected at most {MAX_PATCHES}")
+        blocks = list(range(-(-len(places) // BLOCK)))
+        hidden = hidden_states(self._program, places, blocks, patches)
+        merged = tower.merged(hidden[tower.num_extra :], *size)
+        parts = [merged[i : i + MAX_ROWS] for i in range(0, len(merged), MAX_ROWS)]
+        numbers = np.concatenate([hidden_states(self._connector, [0] * len(part), [0], part) for part in parts])
+        return np.concatenate([numbers, np.zeros((len(numbers), 1), np.float32)], axis=1)
+
+    def close(self) -> None:
+        """Free the memory of the programs. May be called twice."""
+        self._program.close()
+        self._connector.close()
+
+
+def hidden_states(program: Program, token_ids: list[int], blocks: list[int], features: F32) -> F32:
+    """Return the hidden states [R, H] of all rows of one chunk."""
+    rows = list(range(len(token_ids)))
+    program.forward(Chunks([0], [token_ids], [blocks], later=rows), [], features)
+    return np.concatenate([program.hidden_states(rows[i : i + MAX_READ]).copy() for i in range(0, len(rows), MAX_READ)])
+
+
+def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
+    """pixels [height, width, 3] -> (pixels * scale - mean) / deviation, as the processors compute them."""
+    scaled = (pixels.astype(np.float64) * norm.scale).astype(np.float32)
+    mean: F32 = np.asarray(norm.mean, np.float32)
+    deviation: F32 = np.asarray(norm.deviation, np.float32)
+    numbers: F32 = np.divide(scaled - mean, deviation)
+    return numbers
