@@ -1,8 +1,8 @@
 """Rows that turn by a position on each of several axes, as those of pictures do (M-RoPE, Wang et al. 2024).
 
-A row whose positions are the same on all axes turns by a row of the rope table. Any other row gets one of its own behind
-the table's end, pair by pair out of the rows of its positions: so its angles depend on its positions alone. Knows
-tables; must not know what a row is of. Called by the backends' programs.
+A row whose positions are the same on all axes turns by a row of the rope table. Any other row gets one of its own
+behind the table's end, pair by pair out of the rows of its positions: so its angles depend on its positions alone.
+Knows tables; must not know what a row is of. Called by the backends' programs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def table_of(model: Any) -> RopeTable | None:
 
 
 def fill(rope_rows: NDArray[np.int32], places: NDArray[np.int64], table: RopeTable) -> None:
-    """Write the rows of `table` by which rows at `places` [R, axes] turn, and those rows that are the step's own. Raises
-    ValueError for places beyond the table."""
+    """Write the rows of `table` by which rows at `places` [R, axes] turn, and those rows that are the step's own.
+    Raises ValueError for places beyond the table."""
     if table.axes is None:
         raise ValueError("places for a table of one axis")
     of_pairs, spare = table.axes
     mixed = np.flatnonzero((places != places[:, :1]).any(axis=1))
-    if places.size and not 0 <= places.min() <= places.max() < spare or len(mixed) > len(table.cos) - spare:
+    if (places.size and not 0 <= places.min() <= places.max() < spare) or len(mixed) > len(table.cos) - spare:
         raise ValueError(f"places from {places.min()} to {places.max()} of {len(mixed)} rows, a table of {spare}")
     rope_rows[: len(places)] = places[:, 0]
     rope_rows[mixed] = spare + np.arange(len(mixed))

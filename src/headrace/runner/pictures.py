@@ -73,8 +73,8 @@ def places_of(batch: ScheduledBatch, pieces: list[Piece], side: int) -> NDArray[
 def turned(positions: NDArray[np.int64], pictures: Sequence[Picture], side: int) -> NDArray[np.int64]:
     """Positions [R] of a sequence in the cache -> those [R, 3] by which its rows turn: time, line and column (M-RoPE).
 
-    The rows of a picture have its first one's time, and lines and columns from there on; the text behind it begins after
-    the greatest of them. Raises ValueError for a picture whose rows are not one run.
+    The rows of a picture have its first one's time, and lines and columns from there on; the text behind it begins
+    after the greatest of them. Raises ValueError for a picture whose rows are not one run.
     """
     places = np.repeat(positions[:, None], 3, axis=1)
     for picture in pictures:

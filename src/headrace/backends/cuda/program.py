@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.backends.base import DrawnRows
 from headrace.backends import places
+from headrace.backends.base import DrawnRows
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
 from headrace.backends.cuda.drawing import Drawing

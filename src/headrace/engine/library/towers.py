@@ -59,7 +59,9 @@ def _loaded(
     tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, backend.ops)
     weights.finish()
     if len(tower.further) > len(model.layers):
-        raise CheckpointError(f"the tower's rows go behind {len(tower.further)} layers, the text has {len(model.layers)}")
+        raise CheckpointError(
+            f"the tower's rows go behind {len(tower.further)} layers, the text has {len(model.layers)}"
+        )
     if tower.text_size != model.hidden_size:
         raise CheckpointError(f"the tower's rows have {tower.text_size} numbers, the text's {model.hidden_size}")
     backend.choose_activations(tower, "auto", config.num_threads)

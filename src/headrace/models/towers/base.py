@@ -157,8 +157,8 @@ class Tower(Model):
         lines, columns = self.grid(height, width)
         return list(range(self.num_extra + lines * columns))
 
-    def lines_and_columns(self, height: int, width: int) -> NDArray[np.int64] | None:
-        """Return the positions [R, 2] by which patches turn; None for a tower without a rope."""
+    def turns(self, height: int, width: int) -> NDArray[np.int64] | None:
+        """Return the lines and columns [R, 2] by which patches turn; None for a tower without a rope."""
         return None
 
     def merged(self, hidden: F32, height: int, width: int) -> F32:

@@ -70,8 +70,8 @@ class Tower(base.Tower):
             raise CheckpointError(f"config.json: vision_config has heads of {2 * half} numbers, no multiple of 4")
         theta = self.config.rope.number("rope_theta", 10000.0, low=1.0)
         table = make_rope_table(ModelConfig({"rope_type": "default", "rope_theta": theta}), half, LONGEST, LONGEST)
-        doubled = [np.concatenate([numbers, numbers], axis=1) for numbers in (table.cos, table.sin)]
-        placed = by_axes(RopeTable(*doubled), np.repeat(np.arange(2), half // 2), MAX_PATCHES)
+        cos, sin = (np.concatenate([numbers, numbers], axis=1) for numbers in (table.cos, table.sin))
+        placed = by_axes(RopeTable(cos, sin), np.repeat(np.arange(2), half // 2), MAX_PATCHES)
         return placed._replace(cos=self.weights.constant(placed.cos), sin=self.weights.constant(placed.sin))
 
     def _layer(self, name: str, layer_id: int) -> PreNormLayer:
@@ -136,7 +136,7 @@ class Tower(base.Tower):
         lines, columns = self.grid(height, width)
         return [0] * (lines * columns)
 
-    def lines_and_columns(self, height: int, width: int) -> NDArray[np.int64]:
+    def turns(self, height: int, width: int) -> NDArray[np.int64]:
         lines, columns = self.grid(height, width)
         return np.stack(np.divmod(self._order(lines, columns), columns), axis=1)
 

@@ -44,12 +44,13 @@ class PictureRows:
 
     def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
         self.blank, self.side_of_row = blank, tower.side_of_row
-        self._tower, self._norm = tower, norm
+        self.tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
         set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
-        self._program = backend.program(tower, set_up)
+        self._program = backend.program(tower, set_up, [layer for layer, _ in tower.further])
         connecting = SetUp((1,), MAX_ROWS, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
-        self._connector = backend.program(tower.connector, connecting)
+        connectors = [tower.connector, *(connector for _, connector in tower.further)]
+        self._connectors = [backend.program(connector, connecting) for connector in connectors]
         self._known: OrderedDict[str, F32] = OrderedDict()
         self._num_bytes = 0
 
@@ -64,7 +65,7 @@ class PictureRows:
         return known
 
     def _computed(self, picture: Picture) -> F32:
-        size, tower = (picture.height, picture.width), self._tower
+        size, tower = (picture.height, picture.width), self.tower
         if tower.num_rows(*size) != picture.num_rows:
             raise ValueError(f"a picture of {size[0]} x {size[1]} pixels for {picture.num_rows} rows")
         pixels = np.frombuffer(picture.pixels, np.uint8).reshape(*size, 3)
@@ -72,22 +73,32 @@ class PictureRows:
         if len(places) > MAX_PATCHES:
             raise ValueError(f"a picture of {len(places)} patches, expected at most {MAX_PATCHES}")
         blocks = list(range(-(-len(places) // BLOCK)))
-        hidden = hidden_states(self._program, places, blocks, patches)
-        merged = tower.merged(hidden[tower.num_extra :], *size)
-        parts = [merged[i : i + MAX_ROWS] for i in range(0, len(merged), MAX_ROWS)]
-        numbers = np.concatenate([hidden_states(self._connector, [0] * len(part), [0], part) for part in parts])
-        return np.concatenate([numbers, np.zeros((len(numbers), 1), np.float32)], axis=1)
+        rows, num_further = list(range(len(places))), len(tower.further)
+        observed = rows if num_further else ()
+        chunks = Chunks([0], [places], [blocks], later=rows, observed=observed, places=tower.turns(*size))
+        layers = [hidden_states(self._program, chunks, patches)]
+        layers += np.split(self._program.features(rows), num_further, axis=1) if num_further else []
+        numbers = []
+        for program, hidden in zip(self._connectors, layers, strict=True):
+            merged = tower.merged(hidden[tower.num_extra :], *size)
+            parts = [merged[i : i + MAX_ROWS] for i in range(0, len(merged), MAX_ROWS)]
+            numbers.append(np.concatenate([self._connected(program, part) for part in parts]))
+        return np.concatenate([*numbers, np.zeros((picture.num_rows, 1), np.float32)], axis=1)
+
+    def _connected(self, program: Program, merged: F32) -> F32:
+        return hidden_states(program, Chunks([0], [[0] * len(merged)], [[0]], later=range(len(merged))), merged)
 
     def close(self) -> None:
         """Free the memory of the programs. May be called twice."""
         self._program.close()
-        self._connector.close()
+        for program in self._connectors:
+            program.close()
 
 
-def hidden_states(program: Program, token_ids: list[int], blocks: list[int], features: F32) -> F32:
-    """Return the hidden states [R, H] of all rows of one chunk."""
-    rows = list(range(len(token_ids)))
-    program.forward(Chunks([0], [token_ids], [blocks], later=rows), [], features)
+def hidden_states(program: Program, chunks: Chunks, features: F32) -> F32:
+    """Return the hidden states [R, H] of all rows."""
+    rows = list(chunks.later)
+    program.forward(chunks, [], features)
     return np.concatenate([program.hidden_states(rows[i : i + MAX_READ]).copy() for i in range(0, len(rows), MAX_READ)])
 
 

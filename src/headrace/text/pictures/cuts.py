@@ -169,10 +169,13 @@ def qwen(image: Image, settings: Settings) -> Tiles:
     patch = settings.integer("patch_size", default=14)
     side = patch * settings.integer("merge_size", default=2)
     # A resized picture has at most as many patches as a tower takes.
-    least, most = (settings.integer(*names, default=default, high=2**30) for names, default in (
-        (("min_pixels",) if settings.has("min_pixels") else ("size", "shortest_edge"), 56 * 56),
-        (("max_pixels",) if settings.has("max_pixels") else ("size", "longest_edge"), 28 * 28 * 1280),
-    ))
+    least, most = (
+        settings.integer(*names, default=default, high=2**30)
+        for names, default in (
+            (("min_pixels",) if settings.has("min_pixels") else ("size", "shortest_edge"), 56 * 56),
+            (("max_pixels",) if settings.has("max_pixels") else ("size", "longest_edge"), 28 * 28 * 1280),
+        )
+    )
     most = min(most, MAX_QWEN_PATCHES * patch**2)
     width, height = image.size
     if max(width, height) > MAX_RATIO * min(width, height):
