@@ -123,8 +123,8 @@ def write(directory: Path, family: str, num_new: int = 6) -> Oracle:
     config = getattr(transformers, f"{names.name}Config")(
         text_config=text, vision_config=names.vision, tie_word_embeddings=False, **ids
     )
-    kind = getattr(transformers, f"{names.name}ForConditionalGeneration")
-    model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    kind: Any = transformers.AutoModelForImageTextToText
+    model = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     scatter(model, names.scale)
     model.save_pretrained(directory)
     cutter = Qwen2VLImageProcessorPil(
@@ -222,7 +222,7 @@ def follow(
             [piece.token_ids for piece in pieces],
             [piece.table for piece in pieces],
             later=range(first, first + size),
-            places=places_of(batch, pieces, source.side_of_row) if turns else None,
+            places=places_of(batch, pieces, source) if turns else None,
             **(states if has_state else {}),
         )
         program.forward(chunks, [], picture_rows(batch, pieces, source))

@@ -26,12 +26,12 @@ from headrace.engine.core import EngineCore
 from headrace.models.axes import by_axes, in_sections, in_turn
 from headrace.models.config import ModelConfig
 from headrace.models.towers.qwen3_5 import Tower
+from headrace.models.towers.rows import turned
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.params import SamplingParams
 from headrace.protocol.pictures import Picture, digest_of
 from headrace.protocol.step import Request
-from headrace.runner.pictures import turned
 from headrace.text.pictures import cuts
 from headrace.text.pictures.forms import norm_of
 
@@ -56,8 +56,8 @@ def make_core(oracle: Oracle, **options: Any) -> EngineCore:
 
 def make_request(prompt: Prompt, name: str = "a", **fields: Any) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2, seed=1)
-    given = {"prompt_token_ids": prompt.token_ids, "pictures": prompt.pictures, "params": params}
-    return Request(request_id=name, **(given | fields))
+    fields = {"prompt_token_ids": prompt.token_ids, "pictures": prompt.pictures, "params": params} | fields
+    return Request(request_id=name, **fields)
 
 
 def test_pixels_and_tokens_are_those_of_the_processor(oracle: Oracle, prompt: Prompt) -> None:
@@ -145,11 +145,11 @@ def test_texts_have_the_bits_that_they_have_without_a_tower(oracle: Oracle, prom
     text = make_request(prompt, pictures=[])
     results = []
     for directory in (oracle.directory, without):
-        core = make_core(oracle._replace(directory=directory))
+        core = make_core(Oracle(directory, *oracle[1:]))
         results.append(run(core, [text]))
         core.close()
     assert_same(*results)
-    core = make_core(oracle._replace(directory=without))
+    core = make_core(Oracle(without, *oracle[1:]))
     with pytest.raises(RequestError, match="the model reads text only"):
         core.add(make_request(prompt))
     core.close()
@@ -301,12 +301,12 @@ def test_sizes_are_those_of_the_processor() -> None:
         width, height = (int(2 ** rng.uniform(2, 11)) for _ in range(2))
         least = rng.randrange(1000, 90000)
         bounds = {"shortest_edge": least, "longest_edge": rng.randrange(2 * least, 10 * least)}
-        given = {"size": bounds} if rng.random() < 0.5 else {
+        keys = {"size": bounds} if rng.random() < 0.5 else {
             "min_pixels": bounds["shortest_edge"], "max_pixels": bounds["longest_edge"]
         }  # fmt: skip
         if max(width, height) > 200 * min(width, height):
             continue
-        [image] = cuts.qwen(Image.new("RGB", (width, height)), cuts.Settings(settings | given)).images
+        [image] = cuts.qwen(Image.new("RGB", (width, height)), cuts.Settings(settings | keys)).images
         assert (image.height, image.width) == smart_resize(height, width, 28, *bounds.values())
 
 
@@ -334,5 +334,5 @@ def test_a_picture_has_at_most_the_patches_that_a_tower_takes() -> None:
     settings = cuts.Settings({"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 2**30}})
     [image] = cuts.qwen(Image.new("RGB", (900, 800)), settings).images
     assert 0.9 * cuts.MAX_QWEN_PATCHES < image.width * image.height / 16 <= cuts.MAX_QWEN_PATCHES
-    [kept] = cuts.qwen(Image.new("RGB", (16, 24)), cuts.Settings({"patch_size": 4, "do_resize": False})).images
-    assert kept.size == (16, 24)
+    [same] = cuts.qwen(Image.new("RGB", (16, 24)), cuts.Settings({"patch_size": 4, "do_resize": False})).images
+    assert same.size == (16, 24)

@@ -23,12 +23,16 @@ class PictureSource(Protocol):
 
     blank: F32
     """[F]: the features of a token's row."""
-    side_of_row: int
-    """Pixels of a side of a row's square, where rows turn by their line and column; else 0."""
+    has_places: bool
+    """Whether rows of sequences with pictures turn by other positions than those in the cache."""
 
     def features(self, picture: Picture) -> F32:
         """Return the features [N, F] of a picture's rows. Raises ValueError for a picture that the tower does not
         take."""
+        ...
+
+    def places(self, positions: NDArray[np.int64], pictures: Sequence[Picture]) -> NDArray[np.int64]:
+        """Positions [R] in the cache of a sequence with these pictures -> those [R, axes] by which its rows turn."""
         ...
 
     def close(self) -> None: ...
@@ -58,32 +62,10 @@ def picture_rows(batch: ScheduledBatch, pieces: list[Piece], source: PictureSour
     return features
 
 
-def places_of(batch: ScheduledBatch, pieces: list[Piece], side: int) -> NDArray[np.int64] | None:
-    """Return the positions [R, 3] by which the pieces' rows turn; None where no row is of a sequence with pictures, or
-    rows turn by their positions in the cache (`side` 0)."""
-    if not side or not any(piece.chunk_id in batch.pictures for piece in pieces):
+def places_of(batch: ScheduledBatch, pieces: list[Piece], source: PictureSource) -> NDArray[np.int64] | None:
+    """Return the positions [R, axes] by which the pieces' rows turn; None where all turn by those in the cache."""
+    if not source.has_places or not batch.pictures:
         return None
-    parts = []
-    for piece in pieces:
-        positions = np.arange(piece.start, piece.start + len(piece.token_ids))
-        parts.append(turned(positions, batch.pictures.get(piece.chunk_id, ()), side))
-    return np.concatenate(parts)
-
-
-def turned(positions: NDArray[np.int64], pictures: Sequence[Picture], side: int) -> NDArray[np.int64]:
-    """Positions [R] of a sequence in the cache -> those [R, 3] by which its rows turn: time, line and column (M-RoPE).
-
-    The rows of a picture have its first one's time, and lines and columns from there on; the text behind it begins
-    after the greatest of them. Raises ValueError for a picture whose rows are not one run.
-    """
-    places = np.repeat(positions[:, None], 3, axis=1)
-    for picture in pictures:
-        if len(picture.spans) != 1:
-            raise ValueError(f"a picture's rows in {len(picture.spans)} runs, expected one")
-        [(first, num)] = picture.spans
-        lines, columns = picture.height // side, picture.width // side
-        inside, behind = (positions >= first) & (positions < first + num), positions >= first + num
-        rows = positions[inside] - first
-        places[inside] += np.stack([-rows, rows // columns - rows, rows % columns - rows], axis=1)
-        places[behind] += max(lines, columns) - num
-    return places
+    ends = [(piece.start, piece.start + len(piece.token_ids)) for piece in pieces]
+    of_pieces = [batch.pictures.get(piece.chunk_id, ()) for piece in pieces]
+    return np.concatenate([source.places(np.arange(*end), each) for end, each in zip(ends, of_pieces, strict=True)])

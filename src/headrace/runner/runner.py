@@ -268,7 +268,7 @@ class Runner:
             later if logits_rows else later + rows,
             observed,
             self._slots(batch, pieces),
-            None if self.pictures is None else places_of(batch, pieces, self.pictures.side_of_row),
+            None if self.pictures is None else places_of(batch, pieces, self.pictures),
         )
         further = [] if self.pictures is None else [picture_rows(batch, pieces, self.pictures)]
         finite, logits = self.program.forward(chunks, logits_rows, *further)

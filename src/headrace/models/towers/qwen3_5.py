@@ -40,8 +40,8 @@ class Tower(base.Tower):
     }
 
     def __init__(self, config: ModelConfig, outer: ModelConfig, weights: Weights, ops: Ops) -> None:
-        given = {ours: config.values[theirs] for ours, theirs in NAMES.items() if theirs in config.values}
-        super().__init__(ModelConfig(given | dict(config.values)), outer, weights, ops)
+        sizes = {ours: config.values[theirs] for ours, theirs in NAMES.items() if theirs in config.values}
+        super().__init__(ModelConfig(sizes | dict(config.values)), outer, weights, ops)
         self.vocab_size, self.num_frames = 1, self.side(config, "temporal_patch_size")
         self.merge = config.integer("spatial_merge_size")
         self.side_of_row = self.merge * self.patch_size

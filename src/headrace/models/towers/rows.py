@@ -43,7 +43,7 @@ class PictureRows:
     """The rows that `tower` makes of pictures, with the features that the text's program reads them in."""
 
     def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
-        self.blank, self.side_of_row = blank, tower.side_of_row
+        self.blank, self.has_places = blank, tower.side_of_row > 0
         self.tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
         set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
@@ -63,6 +63,9 @@ class PictureRows:
         while self._num_bytes > MAX_KEPT and len(self._known) > 1:
             self._num_bytes -= self._known.popitem(last=False)[1].nbytes
         return known
+
+    def places(self, positions: NDArray[np.int64], pictures: Sequence[Picture]) -> NDArray[np.int64]:
+        return turned(positions, pictures, self.tower.side_of_row)
 
     def _computed(self, picture: Picture) -> F32:
         size, tower = (picture.height, picture.width), self.tower
@@ -109,3 +112,22 @@ def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
     deviation: F32 = np.asarray(norm.deviation, np.float32)
     numbers: F32 = np.divide(scaled - mean, deviation)
     return numbers
+
+
+def turned(positions: NDArray[np.int64], pictures: Sequence[Picture], side: int) -> NDArray[np.int64]:
+    """Positions [R] of a sequence in the cache -> those [R, 3] by which its rows turn: time, line and column (M-RoPE).
+
+    The rows of a picture have its first one's time, and lines and columns from there on; the text behind it begins
+    after the greatest of them. Raises ValueError for a picture whose rows are not one run.
+    """
+    places = np.repeat(positions[:, None], 3, axis=1)
+    for picture in pictures:
+        if len(picture.spans) != 1:
+            raise ValueError(f"a picture's rows in {len(picture.spans)} runs, expected one")
+        [(first, num)] = picture.spans
+        lines, columns = picture.height // side, picture.width // side
+        inside, behind = (positions >= first) & (positions < first + num), positions >= first + num
+        rows = positions[inside] - first
+        places[inside] += np.stack([-rows, rows // columns - rows, rows % columns - rows], axis=1)
+        places[behind] += max(lines, columns) - num
+    return places
