@@ -82,6 +82,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "qwen3_vl": Family("Qwen3VL", TEXT, VISION | {"deepstack_visual_indexes": [1, 0]}),
     "qwen3_5": Family("Qwen3_5", TEXT | DELTA, VISION, 0.5),
+    "qwen3_vl_moe": Family("Qwen3VLMoe", TEXT | EXPERTS, VISION | {"deepstack_visual_indexes": [0, 2]}),
     "qwen3_5_moe": Family("Qwen3_5Moe", TEXT | DELTA | EXPERTS | {"shared_expert_intermediate_size": 40}, VISION, 0.5),
 }
 

@@ -9,6 +9,8 @@ PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:te
 ON_CUDA = "types:test_a_type_gives_the_tokens_of_torch_ref_or_is_refused"
 SHOWN, SHOWN_GGUF = (EQUAL, LAW, ON_CUDA), (EQUAL, LAW, ON_CUDA, GGUF)
 ON_GPU = "of cuda a tiny model alone ran on a GPU"
+PICTURES = "qwen pictures:test_logits_are_those_of_transformers_however_a_prompt_is_cut"
+NO_VIDEO = "pictures, no videos; of pictures on cuda twins alone ran"
 TWINS = "cuda by its twins, no GPU so far"
 NO_CUDA_BIAS = "cuda refuses it by name"
 VECTORS_ON_CUDA = "types:test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused"
@@ -86,7 +88,8 @@ MODELS = (
     Row("qwen2_5_vl", "partly", "Qwen2-VL and Qwen2.5-VL, their text; GGUF qwen2vl", (*SHOWN_GGUF, PACKED)),
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
-    Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row("qwen3_vl", "partly", f"Qwen3-VL; of GGUF qwen3vl its text; {NO_VIDEO}", (*SHOWN_GGUF, PACKED, PICTURES)),
+    Row("qwen3_vl_moe", "partly", f"Qwen3-VL-30B-A3B, 235B-A22B; {NO_VIDEO}", (*SHOWN, PACKED, PICTURES)),
     Row("falcon_h1", "yes", f"Falcon-H1; GGUF falcon-h1; {ON_GPU}", HYBRID_GGUF),
     Row(
         "nemotron_h",
@@ -98,13 +101,18 @@ MODELS = (
     Row("lfm2_moe", "yes", f"LFM2-8B-A1B; GGUF lfm2moe; {ON_GPU}", HYBRID_GGUF),
     Row("granitemoehybrid", "yes", f"Granite 4.0 H and Micro; GGUF granitehybrid; {ON_GPU}", HYBRID_GGUF),
     Row("qwen3_next", "yes", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {ON_GPU}", STATES_GGUF),
-    Row("qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; its GGUF is that of qwen3_5_text; {ON_GPU}", STATES),
+    Row(
+        "qwen3_5",
+        "partly",
+        f"Qwen3.5 and 3.6, dense; of GGUF, which is that of qwen3_5_text, the text; {NO_VIDEO}; {ON_GPU}",
+        (*STATES, PICTURES),
+    ),
     Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {ON_GPU}", STATES_GGUF),
     Row(
         "qwen3_5_moe",
         "partly",
-        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; its GGUF is that of qwen3_5_moe_text; {ON_GPU}",
-        STATES,
+        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B; of GGUF, which is that of qwen3_5_moe_text, the text; {NO_VIDEO}; {ON_GPU}",
+        (*STATES, PICTURES),
     ),
     Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {ON_GPU}", STATES_GGUF),
     Row(

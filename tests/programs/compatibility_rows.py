@@ -65,6 +65,7 @@ FILES = {  # shorter names of the files below
     "families": "tests/models/test_families.py",
     "types": "tests/backends/cuda/test_types.py",
     "states": "tests/models/test_states.py",
+    "qwen pictures": "tests/pictures/test_qwen.py",
     "gguf_states": "tests/formats/gguf/test_recurrent.py",
     "gguf_hybrids": "tests/formats/gguf/test_hybrid.py",
     "kinds": "tests/e2e/test_law_of_kinds.py",

@@ -57,7 +57,7 @@ class SafetensorsFormat:
     def layers(self, linear: Linear) -> list[StoredLayer]:
         layers = []
         for name, num_out, order in linear.layers():
-            layer = self._layer(name, (num_out, linear.num_in), linear.transposed)
+            layer = self._layer(name, (num_out, linear.num_in), linear.transposed, linear.by_shape)
             layers.append(layer if order is None else layer._replace(weight=layer.weight.ordered(order)))
         return layers
 
@@ -115,9 +115,10 @@ class SafetensorsFormat:
     def release(self) -> None:
         self._checkpoint.release()
 
-    def _layer(self, name: str, shape: tuple[int, int], transposed: bool) -> StoredLayer:
+    def _layer(self, name: str, shape: tuple[int, int], transposed: bool, by_shape: bool = False) -> StoredLayer:
         tensors = LayerTensors(self._checkpoint, self.parts)
         weight = self._format.read(tensors, name, self._config)
+        transposed = transposed or (by_shape and weight.shape != shape)
         if transposed and weight.scales is None:  # codes are [out, in] in every format
             verify_shape(f"{name}.weight", weight.shape, (shape[1], shape[0]))
             weight = QWeight(weight.codes.T)
