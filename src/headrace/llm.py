@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -35,14 +35,18 @@ from headrace.protocol.config import EngineConfig
 from headrace.protocol.defaults import sampling_defaults
 from headrace.protocol.errors import HeadraceError, RequestError, UnsupportedError
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 from headrace.protocol.step import Pooling, Stats
 from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
-from headrace.text.inputs import Prompt
+from headrace.text.inputs import Prompt, as_list, one_each
+from headrace.text.messages import pictures_of, read_messages
 from headrace.text.named_templates import template_of, with_ends
 from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
 from headrace.text.pairs import pair_ids
+from headrace.text.pictures.marks import Pictures
+from headrace.text.pictures.offline import OfflinePictures
 from headrace.text.tokenizer import Tokenizer
 from headrace.text.vectors import (
     EMBEDDING_PARAMS,
@@ -117,6 +121,10 @@ class LLM:
         if not self.config.skip_tokenizer_init:
             path = hub.resolve_tokenizer(self.config.model, self.config.tokenizer, self.config.revision)
             self._tokenizer = Tokenizer.load_if_present(path)
+        directory = hub.resolve(self.config.model, self.config.revision, weights=False)
+        self._pictures = OfflinePictures(
+            directory, self._tokenizer, self.core.info.pictures, self.config.limit_mm_per_prompt
+        )
         self._grammars = GrammarChecker(self._tokenizer, self.core.info.vocab_size, self.core.info.eos_token_ids)
 
     def _log_loss(self) -> None:
@@ -145,23 +153,25 @@ class LLM:
         lora_request: Adapted = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
+        """Complete each prompt: a text, a list of token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`. A text
+        with pictures is `{"prompt": ..., "multi_modal_data": {"image": [...]}}`: pictures of Pillow's, or files' bytes.
 
         One `SamplingParams` is for all, a list has one for each prompt, and None stands for
         `get_default_sampling_params`. Outputs come in the order of the prompts. `use_tqdm` shows a progress bar where
         stderr is a terminal. Raises `RequestError` before any work is done if one of the prompts cannot be served; a
         request that fails on its way ends with finish_reason "error".
         """
-        listed = _as_list(prompts)
+        listed = as_list(prompts)
         digests = self._adapters(lora_request, len(listed))
-        chosen = _one_each("sampling_params", sampling_params or self._defaults, len(listed))
-        ranks = _one_each("priority", 0 if priority is None else priority, len(listed))
+        chosen = one_each("sampling_params", sampling_params or self._defaults, len(listed))
+        ranks = one_each("priority", 0 if priority is None else priority, len(listed))
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
         for prompt, params, rank, digest in zip(listed, chosen, ranks, digests, strict=True):
+            prompt, pictures = self._pictures.expanded(prompt)
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             texts.append(text)
-            groups.append(self._states(token_ids, params, rank, digest))
+            groups.append(self._states(token_ids, params, rank, digest, pictures))
         self._run(groups, use_tqdm)
         return [
             request_output(states, str(place), text, params)
@@ -188,7 +198,7 @@ class LLM:
         cannot be served, `HeadraceError` if one fails on its way.
         """
         form, outputs = check_form(pooling, dimensions, normalize, self.core.info), []
-        listed = prompted(_as_list(prompts), prompt_name, self.core.info)
+        listed = prompted(as_list(prompts), prompt_name, self.core.info)
         for place, (text, state) in enumerate(self._pooled(listed, form.pooling, lora_request, use_tqdm)):
             token_ids = state.request.prompt_token_ids
             vector = EmbeddingOutput(finished(state.pooled, form))
@@ -199,7 +209,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], kind: Pooling, lora_request: Adapted, use_tqdm: bool
     ) -> list[tuple[str | None, RequestState]]:
         """Return the text of each prompt, and its state with the pooled numbers."""
-        info, listed = self.core.info, _as_list(prompts)
+        info, listed = self.core.info, as_list(prompts)
         groups: list[list[RequestState]] = []
         texts: list[str | None] = []
         for prompt, digest in zip(listed, self._adapters(lora_request, len(listed)), strict=True):
@@ -243,7 +253,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput] | list[PoolingRequestOutput]:
         """The same as `embed`, under vLLM's other name; with `pooling_task` "token_embed" a vector for each token."""
         if pooling_task == "token_embed":
-            form, listed = token_form(None, None, info := self.core.info), prompted(_as_list(prompts), None, info)
+            form, listed = token_form(None, None, info := self.core.info), prompted(as_list(prompts), None, info)
             return token_outputs(self._pooled(listed, form.pooling, lora_request, use_tqdm), form, info)
         if pooling_task != "embed":
             raise UnsupportedError(
@@ -301,7 +311,8 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`.
+        """Answer a conversation, or several. Messages are OpenAI's: `{"role": ..., "content": ...}`, with pictures as
+        data URLs in parts of the type image_url.
 
         A conversation without a system message begins with the one in the model's `headrace.json`, if there is one.
         `tools` are shown to the model by its template. The answer's text has the calls as the model writes them.
@@ -315,18 +326,18 @@ class LLM:
             first = history[0].get("role") if history and isinstance(history[0], dict) else None
             if self._settings.system and first not in ("system", "developer"):
                 history.insert(0, {"role": "system", "content": self._settings.system})
+            pictures = Pictures()
+            typed = read_messages(history, pictures=pictures)
             text = template.render(
-                history,
+                typed,
                 tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            # The template has written the special tokens already.
-            token_ids = self.get_tokenizer().encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            prompts.append(self._pictures.rendered(text, pictures_of(typed, pictures)))
         if template.ends:
-            chosen = _one_each("sampling_params", sampling_params or self._defaults, len(prompts))
+            chosen = one_each("sampling_params", sampling_params or self._defaults, len(prompts))
             sampling_params = [with_ends(params, template, self.get_tokenizer()) for params in chosen]
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
@@ -344,7 +355,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError("params", params, "a BeamSearchParams")
-        states, texts, listed = [], [], _as_list(prompts)
+        states, texts, listed = [], [], as_list(prompts)
         for prompt, digest in zip(listed, self._adapters(lora_request, len(listed)), strict=True):
             text, token_ids = inputs.prompt_ids(prompt, self._tokenizer, self.core.info)
             options = inputs.RequestOptions(adapter=digest)
@@ -379,12 +390,13 @@ class LLM:
         """Release the model's memory. May be called twice."""
         self._closed = True
         self._grammars.close()
+        self._pictures.close()
         self.core.close()
 
     def _adapters(self, chosen: Adapted, num: int) -> list[str]:
         """Return the digest of the adapter of each prompt, "" for none. Those that are not loaded are loaded, in place
         of the least recently used ones where there is no room. Raises `RequestError`."""
-        paths = [check_request(each) for each in _one_each("lora_request", chosen, num)]
+        paths = [check_request(each) for each in one_each("lora_request", chosen, num)]
         used: dict[str, str] = {"": self._usual_adapter}
         for path in dict.fromkeys(filter(None, paths)):
             if digest := self._loaded.use(path):
@@ -410,10 +422,17 @@ class LLM:
         return adapter.digest
 
     def _states(
-        self, token_ids: list[int], params: SamplingParams, priority: int = 0, adapter: str = ""
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        adapter: str = "",
+        pictures: Sequence[Picture] = (),
     ) -> list[RequestState]:
         """Return the states of the requests that answer one prompt."""
-        options = inputs.RequestOptions(priority=priority, draw=self._draw, tokenizer=self._tokenizer, adapter=adapter)
+        options = inputs.RequestOptions(
+            priority=priority, draw=self._draw, tokenizer=self._tokenizer, adapter=adapter, pictures=pictures
+        )
         requests = inputs.make_requests(token_ids, params, self.core.info, options)
         self._grammars.check(params)
         return [RequestState(request, self._tokenizer, index) for index, request in enumerate(requests)]
@@ -478,22 +497,3 @@ class LLM:
                 del self._open[request_id]
                 if delta.finish is None:
                     self.core.abort(request_id)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of such prompts")
-    listed = list(prompts)
-    if listed and all(isinstance(token_id, int) for token_id in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
-
-
-def _one_each(name: str, values: Any, count: int) -> list[Any]:
-    if not isinstance(values, (list, tuple)):
-        return [values] * count
-    if len(values) != count:
-        raise RequestError(name, len(values), f"one, or one for each of the {count} prompts")
-    return list(values)

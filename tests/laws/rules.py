@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "headrace"
 
-MAX_CONFIG_FIELDS = 92
+MAX_CONFIG_FIELDS = 94
 MAX_ENVIRONMENT_VARIABLES = 8
 
 HEAVY = frozenset("torch numpy transformers safetensors".split())

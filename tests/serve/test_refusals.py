@@ -115,7 +115,9 @@ FIELDS = [
 
 
 def raw(live: Live, path: str, text: str | bytes, **headers: str) -> httpx.Response:
-    return HTTP.post(live.url + path, content=text, headers={"content-type": "application/json", **headers}, timeout=240)
+    return HTTP.post(
+        live.url + path, content=text, headers={"content-type": "application/json", **headers}, timeout=240
+    )
 
 
 def refused(reply: httpx.Response, field: str | None = None, status: int = 400) -> str:

@@ -94,6 +94,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "layout or of a GGUF file; may be given more than once.",
         "max_loras": "Adapters in memory at once.",
         "max_lora_rank": "Greatest rank of an adapter.",
+        "limit_mm_per_prompt": 'Most pictures of a prompt, as a JSON object such as {"image": 4}; with 0 the tower '
+        "that reads pictures is not loaded.",
         "record_schedule": "File to write the scheduler's decisions to, for headrace replay. It holds the token ids of "
         "prompts and answers, so keep it private. The four files before it are kept as FILE.1 to FILE.4.",
         "max_record_bytes": "Most bytes of one recording file; the recording ends there and the engine continues.",
@@ -128,6 +130,8 @@ HELP: dict[type[msgspec.Struct], dict[str, str]] = {
         "the first.",
         "any_model_name": "Answer requests for any model by the one that is served; replies have its true name. By "
         "default while no key is set.",
+        "allowed_media_domains": "Host name from which the server fetches pictures that requests name by their "
+        "address; may be given more than once. By default it fetches none.",
         "enable_auto_tool_choice": "Let the model choose whether to call tools; without it a chat must name the tool.",
         "tool_call_parser": "Format of the model's tool calls; read from its chat template by default; none: off.",
         "reasoning_parser": "Format of the model's reasoning; read from its chat template by default; none: off.",

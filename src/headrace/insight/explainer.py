@@ -8,6 +8,7 @@ administrator, and everybody where no keys are set, reads all. Made by `serve.lo
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections import deque
@@ -23,12 +24,15 @@ from headrace.insight.lives import MAX_LIVES, Life, Lives
 from headrace.insight.observer import Counts, EngineEnd, Entry, Observer, StepNote
 from headrace.protocol import step_model
 from headrace.protocol.errors import CheckpointError
+from headrace.protocol.pictures import FIRST_ROW_ID
 from headrace.protocol.step import EngineInfo
 from headrace.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("headrace.server")
 
 ANOTHER = "another request"
+ROW_SIGN = "\u25a3"
+"""Stands for a row of a picture where texts are shown."""
 
 OnProgress = Callable[[int, int, int, float], None]
 
@@ -71,6 +75,17 @@ class Calls:
         return explain(life, self.lives.of(life), name_of, self.text_of, self.machine)
 
 
+def _text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    """Return the text of tokens, with a sign for each row of a picture."""
+    if all(token_id < FIRST_ROW_ID for token_id in token_ids):
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    runs = itertools.groupby(token_ids, lambda token_id: token_id < FIRST_ROW_ID)
+    return "".join(
+        tokenizer.decode(list(run), skip_special_tokens=False) if is_text else ROW_SIGN * len(list(run))
+        for is_text, run in runs
+    )
+
+
 class Explainers:
     """The explainers of loaded models, and the calls of unloaded ones: the last `max_lives` requests."""
 
@@ -111,7 +126,7 @@ class Explainer:
         info: Callable[[], EngineInfo],
     ) -> None:
         self.observer = Observer(counts, after, self._read, info)
-        text_of = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        text_of = None if tokenizer is None else functools.partial(_text_of, tokenizer)
         self._lives = Lives()
         self._calls = Calls(self._lives, text_of)
         self._feed: Feed | None = None

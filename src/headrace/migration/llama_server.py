@@ -28,7 +28,7 @@ from headrace.migration.settings import (
     whole,
     words,
 )
-from headrace.migration.vllm import NO_TOOLS, ONE_RANK, TEXT_ONLY
+from headrace.migration.vllm import NO_TOOLS, ONE_RANK, PICTURES
 
 CACHE_TYPES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "int8", "q5_0": "int8", "q5_1": "int8",
@@ -184,6 +184,7 @@ _done, _no_effect, _switch, _refused = settings.makers(LLAMA_SERVER)
 _GPU = "a model is not split between CPU and GPU; see --backend and --device"
 _MAPPED = "packed files and GGUF files are mapped into memory"
 LORA = "lora_modules"
+NO_MMPROJ = "no tower is read from a GGUF file as yet: pictures need the model's safetensors folder"
 _TAKES_LORA = (("enable_lora", "true"),)
 _LOG = "see --uvicorn-log-level and --log-format"
 _PINNED = "start the server under taskset or nice"
@@ -352,10 +353,10 @@ LLAMA_SERVER_SETTINGS: tuple[Setting, ...] = (
     _switch("--perf --no-perf", "every reply has timings"),
     _no_effect("--reasoning-budget-message", "the reasoning ends without a message"),
     _switch("--reasoning-preserve --no-reasoning-preserve", "the chat template decides; see --chat-template-kwargs"),
-    _no_effect("-mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --media-path", TEXT_ONLY),
-    _no_effect("--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps", TEXT_ONLY),
-    _no_effect("--video-timestamp-interval --video-ffmpeg-dir", TEXT_ONLY),
-    _switch("--mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload", TEXT_ONLY),
+    _no_effect("-mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --media-path", NO_MMPROJ),
+    _no_effect("--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps", PICTURES),
+    _no_effect("--video-timestamp-interval --video-ffmpeg-dir", PICTURES),
+    _switch("--mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload --no-mmproj-offload", PICTURES),
     _no_effect("--cors-methods --cors-headers", "see --allowed-origins"),
     _switch("--cors-credentials --no-cors-credentials", "see --allowed-origins"),
     _no_effect("--tools --tools-runtime --mcp-servers-config --mcp-servers-json", NO_TOOLS),

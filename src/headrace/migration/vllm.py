@@ -12,7 +12,7 @@ _done, _no_effect, _switch, _refused = settings.makers(VLLM)
 ONE_RANK = "the ranks of a model are processes of one host; see --tensor-parallel-size and --pipeline-parallel-size"
 _HOSTS = "ranks of other hosts come by themselves, each by a headrace rank; see --rendezvous"
 _ENGINES = "engines of other hosts are named: run a headrace engine on each, and name them with --engine"
-TEXT_ONLY = "models read text only"
+PICTURES = "pictures are read as the model's own files say; no sound and no video"
 TLS = "put a proxy with TLS in front; docs/howto-deploy.md has configurations"
 NO_TOOLS = "the server runs no tools; the client does"
 _FORMATS = "formats are those of the chat template; see --tool-call-parser and --reasoning-parser"
@@ -126,13 +126,14 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _switch("--enable-sleep-mode", "/sleep and /wake_up are always there"),
     _switch("--enable-prompt-embeds", "prompts are text or token ids"),
     _switch("--allow-deprecated-quantization", "see --quantization for the forms that there are"),
-    _no_effect("--limit-mm-per-prompt --mm-processor-kwargs --media-io-kwargs --allowed-local-media-path", TEXT_ONLY),
-    _no_effect("--allowed-media-domains --mm-processor-cache-gb --mm-processor-cache-type", TEXT_ONLY),
-    _no_effect("--mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend", TEXT_ONLY),
-    _no_effect("--video-pruning-rate --ec-transfer-config", TEXT_ONLY),
-    _switch("--disable-mm-preprocessor-cache --disable-chunked-mm-input --language-model-only", TEXT_ONLY),
-    _switch("--enable-mm-embeds --interleave-mm-strings --skip-mm-profiling", TEXT_ONLY),
-    _refused("--omni --mm-encoder-only", TEXT_ONLY, takes_value=False),
+    _no_effect("--mm-processor-kwargs --media-io-kwargs --allowed-local-media-path", PICTURES),
+    _no_effect("--mm-processor-cache-gb --mm-processor-cache-type", PICTURES),
+    _no_effect("--mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend", PICTURES),
+    _no_effect("--video-pruning-rate --ec-transfer-config", PICTURES),
+    _switch("--disable-mm-preprocessor-cache --disable-chunked-mm-input", PICTURES),
+    _switch("--language-model-only", 'see --limit-mm-per-prompt {"image": 0}'),
+    _switch("--enable-mm-embeds --interleave-mm-strings --skip-mm-profiling", PICTURES),
+    _refused("--omni --mm-encoder-only", PICTURES, takes_value=False),
     _no_effect("--chat-template-content-format", "the form of a message's content is detected for each template"),
     _no_effect("--response-role", "an answer's role is assistant", "assistant"),
     _switch("--exclude-tools-when-tool-choice-none", "a prompt has no tools where none may be called"),
@@ -178,8 +179,8 @@ VLLM_SETTINGS: tuple[Setting, ...] = (
     _refused("--enable-return-routed-experts --tokens-only", "replies do not have them", takes_value=False),
     _no_effect("--max-cpu-loras --lora-dtype", "adapters stay in memory as they are stored; see --max-loras"),
     _switch("--fully-sharded-loras --specialize-active-lora", "adapters cost what their rows take"),
-    _refused("--default-mm-loras", TEXT_ONLY),
-    _refused("--enable-tower-connector-lora", TEXT_ONLY, takes_value=False),
+    _refused("--default-mm-loras", PICTURES),
+    _refused("--enable-tower-connector-lora", PICTURES, takes_value=False),
     _refused("--ssl-ciphers", TLS),
     _refused("--enable-ssl-refresh", TLS, takes_value=False),
     _refused("--return-tokens-as-token-ids", "set return_token_ids in a request", takes_value=False),

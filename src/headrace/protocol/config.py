@@ -68,6 +68,10 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca: str
 
 
+MEDIA = ("image", "video", "audio")
+"""The names of media in vLLM's limit_mm_per_prompt."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The model to load, and how to run it. `None` means: take it from the model or measure it."""
 
@@ -110,6 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lora_modules: list[str] | None = None
     max_loras: int = 8
     max_lora_rank: int = 64
+    limit_mm_per_prompt: dict[str, int] | None = None
     record_schedule: str | None = None
     max_record_bytes: int = 2**30
 
@@ -129,6 +134,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         _at_least(self, 1, "tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_record_bytes")
         _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens", "max_loras", "max_lora_rank")
         self._check_adapters()
+        _record("limit_mm_per_prompt", self.limit_mm_per_prompt)
+        for kind, num in (self.limit_mm_per_prompt or {}).items():
+            if kind not in MEDIA or isinstance(num, bool) or not isinstance(num, int) or num < 0:
+                bound = f"an object of numbers from 0 on: {', '.join(MEDIA)}"
+                raise RequestError("limit_mm_per_prompt", self.limit_mm_per_prompt, bound)
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
@@ -212,6 +222,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sleep_idle_seconds: int = -1
     served_model_name: list[str] | None = None
     any_model_name: bool | None = None
+    allowed_media_domains: list[str] | None = None
     tags: list[str] | None = None
     chat_template: str | None = None
     default_chat_template_kwargs: dict[str, Any] | None = None

@@ -129,6 +129,7 @@ class RunningModel:
         client.observer = self.explainer.observer
         front = TextClient(client, parts.tokenizer, self.explainer.observer, rates)
         self.served = served = served_model(front, server, model, parts)
+        served.media_domains = server.allowed_media_domains or ()
         served.quality = functools.partial(audit.of_form, parts.audits)
         served.explain = self.explainer.of_requests
         served.follow_prompt = self.explainer.follow_prompt
@@ -159,7 +160,8 @@ class RunningModel:
         are the warnings about chats of use."""
         self.served.adapters.take(self.client.info.adapters)
         if self.client.info.pictures and self._form is not None:
-            self.served.read_pictures(PictureReader(self._form))
+            limits = None if self._engine is None else self._engine.limit_mm_per_prompt
+            self.served.read_pictures(PictureReader(self._form, limits))
         notes, self.served.notes = self.served.notes, []
         for note in notes if self.client.info.generates else ():
             logger.warning("%s", note)

@@ -11,7 +11,7 @@ import copy
 import random
 import secrets
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -66,6 +66,27 @@ def seed_source(seed: int | None) -> Callable[[], int]:
 def new_request_id() -> str:
     """Return a fresh id that cannot be guessed, whatever id the client has chosen (S-25)."""
     return str(uuid.uuid4())
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return one prompt, or several, as a list. Raises `RequestError`."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of such prompts")
+    listed = list(prompts)
+    if listed and all(isinstance(token_id, int) for token_id in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def one_each(name: str, values: Any, count: int) -> list[Any]:
+    """Return a value for each of `count` prompts: the same one, or those of a list. Raises `RequestError`."""
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise RequestError(name, len(values), f"one, or one for each of the {count} prompts")
+    return list(values)
 
 
 def prompt_size(prompt: Prompt) -> int:

@@ -90,6 +90,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     def _content(self, traits: Traits) -> str | list[dict[str, Any]] | None:
         form = traits.content_form
+        if self.role == "tool" and form == "both":  # written as a text, whatever else the template takes
+            form = "string"
         if isinstance(self.content, list):
             return "\n".join(self.content) if form == "string" else [p for text in self.content for p in _parts(text)]
         if isinstance(self.content, str):

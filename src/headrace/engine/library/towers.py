@@ -12,16 +12,21 @@ from headrace.backends import make_backend
 from headrace.backends.places import table_of
 from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.mapped import choose_dtype
+from headrace.checkpoint.quantising import Loading
 from headrace.checkpoint.tower import TowerCheckpoint
 from headrace.models import Model, towers
 from headrace.models.config import ModelConfig
 from headrace.models.towers.base import Tower, take_pictures
 from headrace.models.towers.rows import PictureRows
-from headrace.protocol.config import EngineConfig
+from headrace.protocol.config import DEQUANTIZE, EngineConfig
 from headrace.protocol.errors import CheckpointError
+from headrace.quant.schemes import parse
 from headrace.text.pictures.forms import norm_of, picture_settings
 
 logger = logging.getLogger(__name__)
+
+FORM = "int8"
+"""The form of a tower's weights beside a quantised text."""
 
 
 def load_tower(config: EngineConfig, directory: Path, model: Model) -> PictureRows | None:
@@ -38,6 +43,8 @@ def load_tower(config: EngineConfig, directory: Path, model: Model) -> PictureRo
     reason = "" if settings else "the model's files have no preprocessor_config.json"
     if config.tensor_parallel_size * config.pipeline_parallel_size > 1 or config.rendezvous is not None:
         reason = "several ranks compute the model"
+    if (config.limit_mm_per_prompt or {}).get("image") == 0:
+        reason = "limit_mm_per_prompt allows none"
     try:
         if reason:
             raise CheckpointError(reason)
@@ -51,11 +58,14 @@ def load_tower(config: EngineConfig, directory: Path, model: Model) -> PictureRo
 def _loaded(
     config: EngineConfig, directory: Path, model: Model, values: dict[str, Any], settings: dict[str, Any]
 ) -> PictureRows:
-    kind, vision = towers.find(values["model_type"]).Tower, values["vision_config"]
+    kind, vision = towers.kind_of(values), values["vision_config"]
     checkpoint = TowerCheckpoint(directory, kind.scaled)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
     spare = re.compile(kind.spare)
-    weights = SafetensorsWeights(checkpoint, backend, None, spare=spare)
+    # Beside a text of codes a tower in floats would take most of the time.
+    is_quantised = config.quantization not in (None, DEQUANTIZE) or values.get("quantization_config") is not None
+    form = parse(FORM) if is_quantised and parse(FORM).layer in backend.schemes else None
+    weights = SafetensorsWeights(checkpoint, backend, None, Loading(quantization=form), spare)
     tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, backend.ops)
     weights.finish()
     if len(tower.further) > len(model.layers):

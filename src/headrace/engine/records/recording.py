@@ -23,6 +23,7 @@ import msgspec
 
 from headrace.core.journal import Journal, arrival_times
 from headrace.engine.core import EngineCore, Executor, Ticket
+from headrace.protocol.pictures import unseen
 from headrace.protocol.step import (
     Abort,
     Add,
@@ -282,6 +283,10 @@ class RecordingExecutor(Executor):
         self._inner.close()
 
 
+def _recorded(request: Request) -> Request:
+    return msgspec.structs.replace(request, pictures=unseen(request.pictures)) if request.pictures else request
+
+
 class RecordedEngine(EngineCore):
     """An engine that is recorded. Takes the arguments of `EngineCore` after its own."""
 
@@ -299,7 +304,7 @@ class RecordedEngine(EngineCore):
 
     def add(self, request: Request, times: Sequence[float] = ()) -> None:
         times = arrival_times(times, self.clock())
-        self._recorder.put(Add(request, times))
+        self._recorder.put(Add(_recorded(request), times))
         super().add(request, times)
 
     def abort(self, request_id: str) -> bool:

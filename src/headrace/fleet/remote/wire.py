@@ -14,8 +14,8 @@ from headrace.protocol import frames
 from headrace.protocol.step import Abort, Add, EngineInfo, ResetPrefixCache
 from headrace.secure.handshake import ProtocolVersion, version_of
 
-MAX_BYTES_TO_ENGINE = 32 * 2**20
-"""Above every request: a body has 8 MiB at most, and a million token ids take 5 MB."""
+MAX_BYTES_TO_ENGINE = 80 * 2**20
+"""Above every request: the pictures of one have 64 MiB at most, and a million token ids take 5 MB."""
 MAX_BYTES_FROM_ENGINE = 64 * 2**20
 
 

@@ -7,7 +7,7 @@ lie in the cache only while the step runs. Knows `Ops` and `Weights` only. Calle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +56,23 @@ class Keys(NamedTuple):
     default_activation: str = "gelu"
 
 
+class Sizes(Protocol):
+    """What a part reads of the model that it belongs to: an `Encoder`, or a tower for pictures."""
+
+    weights: Weights
+    ops: Ops
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    max_model_len: int
+    eps: float
+    activation: Any
+
+
 class LayerNorm:
     """(x - mean) / deviation * weight + bias. Old files name the parts gamma and beta."""
 
-    def __init__(self, model: Encoder, name: str, *, bias: bool = True) -> None:
+    def __init__(self, model: Sizes, name: str, *, bias: bool = True) -> None:
         weight = "gamma" if model.weights.has(f"{name}.gamma") else "weight"
         self.weight = model.weights.tensor(f"{name}.{weight}", (model.hidden_size,))
         second = "beta" if weight == "gamma" else "bias"
@@ -72,16 +85,18 @@ class LayerNorm:
 
 class Attention:
     """Attention over the whole text, or `window` positions to each side (Beltagy et al. 2020). `names`: of the layers
-    q, k and v, or of one layer that has all three. by_distance: biases of the scores (`Scoring.bias`)."""
+    q, k and v, or of one layer that has all three. out_bias: of the last layer, where it is not as the others.
+    by_distance: biases of the scores (`Scoring.bias`)."""
 
     def __init__(
         self,
-        model: Encoder,
+        model: Sizes,
         layer_id: int,
         names: Sequence[str],
         out: str,
         *,
         bias: bool = True,
+        out_bias: bool | None = None,
         window: int | None = None,
         rope_table: RopeTable | None = None,
         by_distance: Array | None = None,
@@ -94,18 +109,22 @@ class Attention:
         self.scoring = Scoring(scale, window, ahead=ahead, bias=by_distance)
         outs = [width] * 3 if len(names) == 3 else [3 * width]
         self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, cut=self.heads))
-        self.out = model.weights.matrix(Linear([out], width, [width], bias=bias))
+        self.out = model.weights.matrix(Linear([out], width, [width], bias=bias if out_bias is None else out_bias))
+
+    def inputs(self, x: Array) -> Array:
+        """x [R, H] -> queries, keys and values [R, 3 * H]."""
+        return self.ops.linear(x, self.qkv)
 
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
-        query = ops.rope_store(ops.linear(x, self.qkv), self.heads, rows, cache, self.form)
+        query = ops.rope_store(self.inputs(x), self.heads, rows, cache, self.form)
         return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 
 
 class MLP:
     """down(act(up(x)))."""
 
-    def __init__(self, model: Encoder, up: str, down: str) -> None:
+    def __init__(self, model: Sizes, up: str, down: str) -> None:
         hidden, inner = model.hidden_size, model.intermediate_size
         self.up = model.weights.matrix(Linear([up], hidden, [inner], bias=True))
         self.down = model.weights.matrix(Linear([down], inner, [hidden], bias=True))
@@ -121,7 +140,7 @@ class GatedMLP:
 
     def __init__(
         self,
-        model: Encoder,
+        model: Sizes,
         names: Sequence[str],
         down: str,
         *,

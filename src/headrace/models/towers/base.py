@@ -98,6 +98,7 @@ class Tower(Model):
     text_size: int
     """Width of the text's rows."""
     eps_key, default_eps = "layer_norm_eps", 1e-6
+    activations: ClassVar[dict[str, Any]] = dict(ACTIVATIONS)
     default_activation = "gelu_pytorch_tanh"
     num_extra = 0
     """Rows before those of the patches, such as the class token's; they are dropped before merging."""
@@ -116,7 +117,7 @@ class Tower(Model):
         self.patch_size = self.side(config, "patch_size")
         self.text_size = outer.mapping("text_config").integer("hidden_size")
         self.eps = config.number(self.eps_key, self.default_eps)
-        self.activation = config.choice("hidden_act", ACTIVATIONS, self.default_activation)
+        self.activation = config.choice("hidden_act", self.activations, self.default_activation)
         if config.integer("num_channels", 3) != 3:
             raise CheckpointError(f"config.json: vision_config.num_channels is {config.values['num_channels']}, not 3")
         if self.hidden_size % self.num_heads:

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from headrace.models.weights import Weights
 
 
-def siglip_layer(tower: base.Tower, name: str, layer_id: int) -> PreNormLayer:
+def siglip_layer(tower: base.Tower, name: str, layer_id: int, mlp: type[MLP] = MLP) -> PreNormLayer:
     """A layer of SigLIP (Zhai et al. 2023)."""
     inputs = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
     return PreNormLayer(
         LayerNorm(tower, f"{name}.layer_norm1"),
         Attention(tower, layer_id, inputs, f"{name}.self_attn.out_proj"),
         LayerNorm(tower, f"{name}.layer_norm2"),
-        MLP(tower, f"{name}.mlp.fc1", f"{name}.mlp.fc2"),
+        mlp(tower, f"{name}.mlp.fc1", f"{name}.mlp.fc2"),
     )
 
 

@@ -37,12 +37,13 @@ from headrace.protocol.step import EngineInfo
 from headrace.serve.call.adapters import AdapterScale, ServedAdapters
 from headrace.serve.call.call import Answer, Call, ChatCall, ModelDefaults, SamplingFields, TextCall, spelled
 from headrace.serve.call.dialect import OTHER_FORM, Dialect
+from headrace.serve.call.fetching import fetch
 from headrace.serve.call.replies import FollowPrompt
 from headrace.text.inputs import RequestOptions, draw_seed
 from headrace.text.messages import ChatMessage, pictures_of, without_pictures
 from headrace.text.named_templates import with_ends
 from headrace.text.outputs import MessageParser
-from headrace.text.pictures.reading import MAX_PICTURES, PictureReader
+from headrace.text.pictures.reading import PictureReader
 from headrace.text.reasoning import STYLES
 from headrace.text.stopped_parser import StoppedParser
 from headrace.text.stops import StopFinder
@@ -134,6 +135,8 @@ class ServedModel:
         if template is not None or trusts_templates:
             self._renderer = FairWorker(shared_process() if template is None else template.process)
         self.pictures: PictureReader | None = None
+        # The hosts from which pictures are fetched.
+        self.media_domains: Sequence[str] = ()
         self._picture_worker: FairWorker | None = None
 
     @property
@@ -315,12 +318,14 @@ class ServedModel:
         if reader is None or worker is None:
             return text
         pictures = pictures_of(call.messages, call.pictures)
-        if len(pictures) > MAX_PICTURES:
-            raise RequestError("messages", f"{len(pictures)} pictures", f"at most {MAX_PICTURES} pictures")
-        call.cuts = [
-            await in_time(worker.run(functools.partial(reader.read, each)), "its pictures were decoded")
-            for each in pictures
-        ]
+        reader.check_number(len(pictures), "messages")
+        call.cuts = []
+        for each in pictures:
+            work = functools.partial(reader.read, each)
+            if each.is_address:
+                data = await in_time(fetch(each.source, each.field, self.media_domains), "its pictures were fetched")
+                work = functools.partial(reader.cut, data, each.field)
+            call.cuts.append(await in_time(worker.run(work), "its pictures were decoded"))
         return reader.text(text, call.cuts)
 
     def _placed(self, call: ChatCall, token_ids: list[int]) -> list[Picture]:

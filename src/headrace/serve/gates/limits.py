@@ -20,7 +20,8 @@ from headrace import foreign
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.serve.errors import CallError
 
-MAX_BODY_BYTES = 8 * 2**20
+MAX_BODY_BYTES = 32 * 2**20
+"""A photo in base64 takes 5 MB."""
 MAX_DEPTH = 64
 MAX_KEYS = 10_000
 MAX_VALUES = 2**20

@@ -7,7 +7,7 @@ their filters decide the numbers, so they are the processor's own. Knows no mode
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ MAX_QWEN_PATCHES = 2**14
 from `size.longest_edge` on."""
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """The numbers of Pillow's filters, as in preprocessor_config.json."""
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 
 
 class Tiles(NamedTuple):
@@ -40,17 +41,14 @@ class Settings:
         self._values = values
 
     def integer(self, *names: str, default: int | None = None, high: int = 2**14) -> int:
-        """Return the number under `names`, one inside the other."""
+        """Return the number under `names`, one inside the other; older files have one number for all."""
         value: Any = self._values
         for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None
+            value = value.get(name) if isinstance(value, Mapping) else value
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
             raise ValueError(f"{'.'.join(names)} is {value!r:.40}, expected an integer from 1 to {high}")
         return value
-
-    def has(self, name: str) -> bool:
-        return self._values.get(name) is not None
 
     def number(self, name: str, default: float) -> float:
         value = self._values.get(name)
@@ -62,6 +60,20 @@ class Settings:
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
         return default if value is None else bool(value)
+
+    def has(self, *names: str) -> bool:
+        """Return whether there is a value under `names`, one inside the other."""
+        value: Any = self._values
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value is not None
+
+    def colour(self, name: str, default: Sequence[float]) -> tuple[int, ...]:
+        """Return a colour of three numbers from 0 to 1 as bytes, rounded down."""
+        value = self._values.get(name) or default
+        if not isinstance(value, list | tuple) or len(value) != 3 or not all(0 <= part <= 1 for part in value):
+            raise ValueError(f"{name} is {value!r:.80}, expected three numbers from 0 to 1")
+        return tuple(int(part * 255) for part in value)
 
     def filter(self, default: int) -> int:
         """Return the number of the filter for resizing."""
@@ -123,10 +135,11 @@ def tiles_of(image: Image, size: int) -> list[Image]:
 
 
 def internvl(image: Image, settings: Settings) -> Tiles:
-    """As many tiles as fit the picture's shape best, and the picture as a whole, made as small as a tile."""
+    """As many tiles as fit the picture's shape best, and the picture as a whole, made as small as a tile. The family's
+    processor does so whatever `crop_to_patches` is."""
     tile, resample = settings.integer("size", "height", default=384), settings.filter(BICUBIC)
     most = settings.integer("max_patches", default=12, high=MAX_TILES)
-    if not settings.flag("crop_to_patches", False) or most == 1:
+    if most == 1:
         return Tiles([image.resize((tile, tile), resample)])
     columns, lines = _best_grid(*image.size, tile, settings.integer("min_patches", default=1), most)
     tiles = tiles_of(image.resize((columns * tile, lines * tile), resample), tile)
@@ -158,10 +171,38 @@ def pixtral(image: Image, settings: Settings) -> Tiles:
     return Tiles([image.resize(size, settings.filter(BICUBIC))])
 
 
-def gemma3(image: Image, settings: Settings) -> Tiles:
-    """The whole picture, made as large as the tower's input."""
-    size = settings.integer("size", "width", default=224), settings.integer("size", "height", default=224)
-    return Tiles([image.resize(size, settings.filter(BILINEAR))])
+def llava(image: Image, settings: Settings) -> Tiles:
+    """The whole picture: made a square with the mean colour if `do_pad`; resized to size, or until its shorter side is
+    size.shortest_edge; and its middle cut out if `do_center_crop`."""
+    if settings.flag("do_pad", False):
+        image = _squared(image, settings.colour("image_mean", CLIP_MEAN))
+    width, height = image.size
+    if settings.flag("do_resize", True):
+        width, height = _llava_size(width, height, settings)
+        image = image.resize((width, height), settings.filter(BICUBIC))
+    if settings.flag("do_center_crop", settings.has("crop_size")):
+        crop_width, crop_height = (settings.integer("crop_size", side, default=224) for side in ("width", "height"))
+        left, top = (width - crop_width) // 2, (height - crop_height) // 2
+        image = image.crop((left, top, left + crop_width, top + crop_height))
+    return Tiles([image])
+
+
+def _squared(image: Image, colour: tuple[int, ...]) -> Image:
+    from PIL import Image as images
+
+    side = max(image.size)
+    square = images.new("RGB", (side, side), colour)
+    square.paste(image, ((side - image.size[0]) // 2, (side - image.size[1]) // 2))
+    return square
+
+
+def _llava_size(width: int, height: int, settings: Settings) -> tuple[int, int]:
+    if settings.has("size", "height"):
+        return settings.integer("size", "width"), settings.integer("size", "height")
+    shorter = settings.integer("size", "shortest_edge", default=224)
+    if width <= height:
+        return shorter, int(shorter * height / width)
+    return int(shorter * width / height), shorter
 
 
 def qwen(image: Image, settings: Settings) -> Tiles:
@@ -199,7 +240,8 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "smolvlm": idefics3,
     "internvl": internvl,
     "mistral3": pixtral,
-    "gemma3": gemma3,
+    "pixtral": pixtral,
+    "llava": llava,
     "qwen3_vl": qwen,
     "qwen3_vl_moe": qwen,
     "qwen3_5": qwen,

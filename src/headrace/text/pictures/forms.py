@@ -36,19 +36,18 @@ class Words(NamedTuple):
 
 class PictureForm(NamedTuple):
     """family: the model_type. settings: the values of preprocessor_config.json. patch: pixels of a patch's side; merge:
-    patches of a side that become one row; num_rows: rows of an input where all have as many, else 0."""
+    patches of a side that become one row."""
 
     family: str
     settings: dict[str, Any]
     words: Words
     patch: int
     merge: int
-    num_rows: int = 0
 
     def rows_of(self, height: int, width: int) -> int:
         """Return the rows of an input of this size."""
         side = self.patch * self.merge
-        return self.num_rows or (height // side) * (width // side)
+        return (height // side) * (width // side)
 
     def text(self, grid: Grid) -> str:
         """Return the text that stands for a picture in a prompt."""
@@ -77,27 +76,27 @@ def _lines(form: PictureForm, grid: Grid) -> str:
     return words.line_end.join(lines) + words.end
 
 
-def _spaced(form: PictureForm, grid: Grid) -> str:
-    return f"\n\n{_one_run(form, grid)}\n\n"
-
-
 TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
     "internvl": _one_run,
     "mistral3": _lines,
-    "gemma3": _spaced,
+    "pixtral": _lines,
+    "llava": _one_run,
     "qwen3_vl": _one_run,
     "qwen3_vl_moe": _one_run,
     "qwen3_5": _one_run,
     "qwen3_5_moe": _one_run,
 }
+"""By model_type. Gemma 3 has none: rows of its text see the whole picture that they stand in, those behind them too,
+which no layer of a decoder here can."""
 WORDS = {
     "idefics3": Words("<image>", "<image>", "<fake_token_around_image>"),
     "smolvlm": Words("<image>", "<image>", "<fake_token_around_image>"),
     "internvl": Words("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
-    "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
+    "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
+    "llava": Words("<image>", "<image>"),
 }
 QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose template writes what stands around a picture's rows."""
@@ -106,6 +105,11 @@ WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
+SIDES = {"internvl": 448, "llava": 224}
+"""Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
+LONGEST, MAX_PATCHES = ("mistral3", "pixtral"), 128
+"""Families whose towers take all sizes, and the patches of a side that these take at most."""
+CLIP_TYPE = "clip_vision_model"
 MAX_NUMBER = 2**14
 
 
@@ -122,27 +126,54 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         return None
     values = hub.read_json(directory / "config.json")
     family, tower, settings = str(values.get("model_type")), values.get("vision_config"), picture_settings(directory)
+    if isinstance(tower, Mapping) and family == "llava" and tower.get("model_type") == "pixtral":
+        family = "pixtral"
     if family not in TEXTS or not isinstance(tower, Mapping) or not settings:
         return None
     words = WORDS[family]
     absent = [word for word in words if word and tokenizer.token_to_id(word) is None]
     if absent:
         raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
-    patch = _number(tower, "patch_size", PATCHES.get(family, 16))
-    if family == "gemma3":
-        return PictureForm(family, settings, words, patch, 1, _number(values, "mm_tokens_per_image", 256))
+    default = 32 if family == "llava" and tower.get("model_type", CLIP_TYPE) == CLIP_TYPE else PATCHES.get(family, 16)
+    patch = _number(tower, "patch_size", default)
     if family in QWEN:
         merge = _number(tower, "spatial_merge_size", 2)
         settings = settings | {"patch_size": patch, "merge_size": merge}
         return PictureForm(family, settings, words, patch, merge)
     if family == "internvl":
         ratio = values.get("downsample_ratio", 0.5)
-        merge = round(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
+        merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
+    elif family in ("llava", "pixtral"):
+        merge = 1
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
-    if family == "mistral3":
+    _verify_sizes(family, settings, tower, patch)
+    if family in ("mistral3", "pixtral"):
         settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
     return PictureForm(family, settings, words, patch, merge)
+
+
+def _verify_sizes(family: str, settings: Mapping[str, Any], tower: Mapping[str, Any], patch: int) -> None:
+    """Raises `CheckpointError` for settings that make inputs of sizes which the tower does not take."""
+    if settings.get("do_resize") is False and (family in SIDES or family in LONGEST):
+        raise CheckpointError("preprocessor_config.json: do_resize is false, expected true")
+    key, size = "size", settings.get("size")
+    if family == "llava" and settings.get("do_center_crop", True) and "crop_size" in settings:
+        key, size = "crop_size", settings["crop_size"]
+    if family in SIDES:
+        side = _number(tower, "image_size", SIDES[family])
+        stated = [size.get("height"), size.get("width")] if isinstance(size, Mapping) else [size, size]
+        if stated != [side, side]:
+            raise CheckpointError(
+                f"preprocessor_config.json: {key} is {size!r:.80}, expected the tower's image_size, {side}"
+            )
+    if family in LONGEST:
+        longest = size.get("longest_edge") if isinstance(size, Mapping) else size
+        if type(longest) is not int or not 1 <= longest <= MAX_PATCHES * patch:
+            raise CheckpointError(
+                f"preprocessor_config.json: size is {size!r:.80}, expected a longest_edge from 1 to "
+                f"{MAX_PATCHES * patch}, {MAX_PATCHES} patches"
+            )
 
 
 def _number(values: Mapping[str, Any], name: str, default: int) -> int:
@@ -178,7 +209,7 @@ class Norm(NamedTuple):
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     """Return how the family's processor makes numbers of pixels. Raises `CheckpointError`."""
-    mean, deviation = CLIP if family in ("internvl", "mistral3", *QWEN) else (HALF, HALF)
+    mean, deviation = CLIP if family in ("internvl", "mistral3", "pixtral", "llava", *QWEN) else (HALF, HALF)
     if settings.get("do_normalize", True):
         mean, deviation = settings.get("image_mean") or mean, settings.get("image_std") or deviation
     else:

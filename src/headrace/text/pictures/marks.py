@@ -26,6 +26,11 @@ class PictureInput(NamedTuple):
     kind: str = "image"
     refusal: HeadraceError | None = None
 
+    @property
+    def is_address(self) -> bool:
+        """Whether the picture is to be fetched."""
+        return self.source[:6].lower() in ("http:/", "https:")
+
 
 class Pictures(list[PictureInput]):
     """The pictures of a request, in their order."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import binascii
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,8 @@ MAX_PIXELS = 2**26
 """Pixels of a picture before it is cut."""
 MAX_PICTURES = 64
 """Pictures of a request."""
+MAX_CUT_BYTES = 64 * 2**20
+"""Bytes of all inputs that are made of a request's pictures."""
 MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 2**30
 """Bytes that decoding and cutting may take."""
@@ -62,9 +64,15 @@ class Cut(msgspec.Struct):
 class PictureReader:
     """Reads the pictures of one model's requests. `process` decodes them."""
 
-    def __init__(self, form: PictureForm) -> None:
-        self.form = form
+    def __init__(self, form: PictureForm, limits: Mapping[str, int] | None = None) -> None:
+        """`limits`: the config's limit_mm_per_prompt."""
+        self.form, self._most = form, min((limits or {}).get("image", MAX_PICTURES), MAX_PICTURES)
         self.process = BoundedProcess(SANDBOX, MAX_CPU_SECONDS)
+
+    def check_number(self, num: int, field: str) -> None:
+        """Raise `RequestError` for more pictures than a request may have."""
+        if num > self._most:
+            raise RequestError(field, f"{num} pictures", f"at most {self._most} pictures (--limit-mm-per-prompt)")
 
     def cut(self, data: bytes, field: str) -> Cut:
         """Decode one picture. Raises `RequestError` naming `field`, and `ChildFailedError`."""
@@ -80,14 +88,19 @@ class PictureReader:
     def read(self, picture: PictureInput) -> Cut:
         """Decode the picture of a request. Raises as `cut`."""
         source, field = picture.source, picture.field
-        if source.startswith(("http:", "https:")):
-            raise RequestError(field, source[:80], "a data URL, data:image/png;base64,...: this server fetches none")
+        if picture.is_address:
+            raise RequestError(field, source[:80], "a data URL, data:image/png;base64,...: nothing is fetched here")
         is_url = source.startswith("data:") or picture.kind in ("image_url", "input_image")
         return self.cut(from_data_url(source, field) if is_url else from_base64(source, field), field)
 
     def text(self, prompt: str, cuts: Sequence[Cut], field: str = "messages") -> str:
         """Return the prompt with each picture's mark replaced by the text that stands for it. Raises `RequestError`
         for another number of marks than pictures: a text of the user's has one."""
+        num_bytes = sum(len(view.pixels) for cut in cuts for view in cut.views)
+        if num_bytes > MAX_CUT_BYTES:
+            raise RequestError(
+                field, f"{len(cuts)} pictures", f"fewer or smaller: cut, {num_bytes} bytes of at most {MAX_CUT_BYTES}"
+            )
         mark = self.form.words.mark
         prompt = replaced(prompt, lambda _: mark)
         parts = prompt.split(mark)

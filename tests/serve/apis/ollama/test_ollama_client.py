@@ -292,6 +292,8 @@ def test_ollama_a_broken_stream_ends_with_an_error(tokenizer: Tokenizer) -> None
 
 
 def test_ollama_hang_up_ends_the_request(live: Live) -> None:
-    with HTTP.stream("POST", live.url + "/api/chat", json={"model": "fake", "messages": MESSAGES}, timeout=240) as reply:
+    with HTTP.stream(
+        "POST", live.url + "/api/chat", json={"model": "fake", "messages": MESSAGES}, timeout=240
+    ) as reply:
         next(reply.iter_lines())
     live.wait(lambda: live.client.num_unfinished == 0)

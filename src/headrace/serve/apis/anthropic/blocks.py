@@ -10,7 +10,7 @@ from typing import Any
 from headrace.serve.call.parsing import Warnings
 from headrace.text.messages import LEFT_OUT, first_new, placeholder
 
-READ = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+READ = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 """Blocks that `request` reads."""
 _HOSTED = re.compile(r"mcp_toolset|[a-z_]+_20\d{6}")
 

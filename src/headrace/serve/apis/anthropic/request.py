@@ -18,7 +18,8 @@ from headrace.protocol.parameters import ANTHROPIC, spelling_of
 from headrace.serve.apis.anthropic.blocks import readable
 from headrace.serve.call.call import ChatCall, SamplingFields, spelled
 from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
-from headrace.text.messages import ChatMessage, PastCall
+from headrace.text.messages import ChatMessage, PastCall, first_new
+from headrace.text.pictures.marks import PictureInput, Pictures
 from headrace.text.tools.choice import ToolFields, ToolUse
 
 IGNORED = {
@@ -159,8 +160,10 @@ def read(kind: type[T], body: dict[str, Any]) -> T:
 def chat_call(request: CountTokensRequest) -> ChatCall:
     """Return the chat call of a request. Raises `RequestError`; may add to the request's warnings."""
     messages = [ChatMessage(role="system", content=_system(request.system))] if request.system else []
+    pictures, new = Pictures(), first_new([turn.role for turn in request.messages])
     for index, turn in enumerate(request.messages):
-        messages += _messages(turn, f"messages[{index}]", request)
+        is_new = index >= new and turn.role == "user"
+        messages += _messages(turn, f"messages[{index}]", request, pictures, is_new)
     sampling = SamplingFields()
     thinking, output = request.thinking, request.output_config
     if thinking is not None and thinking.type == "enabled":
@@ -180,6 +183,7 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     return ChatCall(
         model=request.model,
         messages=messages,
+        pictures=pictures,
         tools=_tool_use(request),
         sampling=sampling,
         form=form,
@@ -194,8 +198,11 @@ def chat_call(request: CountTokensRequest) -> ChatCall:
     )
 
 
-def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[ChatMessage]:
-    """Return one turn as messages: to templates, results of tools are messages of their own."""
+def _messages(
+    turn: Message, field: str, request: CountTokensRequest, pictures: Pictures, is_new: bool
+) -> list[ChatMessage]:
+    """Return one turn as messages: to templates, results of tools are messages of their own. is_new: whether a model
+    without pictures must refuse those of the turn."""
     if isinstance(turn.content, str):
         return [ChatMessage(role=turn.role, content=turn.content)]
     messages: list[ChatMessage] = []
@@ -210,7 +217,9 @@ def _messages(turn: Message, field: str, request: CountTokensRequest) -> list[Ch
             if turn.role != "user":
                 raise RequestError(f"{where}.type", "tool_result", "in a message of the user's")
             extra = {"tool_call_id": block.tool_use_id}
-            messages.append(ChatMessage(role="tool", content=_result(block, where), extra=extra))
+            messages.append(ChatMessage(role="tool", content=_result(block, where, pictures), extra=extra))
+        elif isinstance(block, ImageBlock) and turn.role == "user":
+            texts.append(pictures.mark(_picture(block, where, is_new)))
         elif isinstance(block, ImageBlock | DocumentBlock):
             raise _no_text(where, block)
         elif turn.role != "assistant":
@@ -242,23 +251,38 @@ def _system(content: str | list[TextBlock | ImageBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(_texts(content, "system"))
 
 
-def _result(block: ToolResultBlock, field: str) -> str | list[str]:
+def _picture(block: ImageBlock, field: str, is_new: bool) -> PictureInput:
+    """Return the picture of a block. Raises `RequestError`."""
+    source = block.source
+    kind, name = source.get("type"), "url" if source.get("type") == "url" else "data"
+    if kind not in ("base64", "url"):
+        raise RequestError(f"{field}.source.type", kind, "base64 or url: no files are kept here")
+    if not isinstance(source.get(name), str):
+        raise RequestError(f"{field}.source.{name}", source.get(name), "a string")
+    refusal = _no_text(field, block) if is_new else None
+    return PictureInput(f"{field}.source.{name}", source[name], "image_url" if kind == "url" else "image", refusal)
+
+
+def _result(block: ToolResultBlock, field: str, pictures: Pictures) -> str | list[str]:
     """Return the result of a tool. A failure is put in words, for chat templates have no mark for it."""
     content = block.content or ""
     failed = "Error: " if block.is_error else ""
     if isinstance(content, str):
         return failed + content
-    texts = _texts(content, f"{field}.content")
+    texts = _texts(content, f"{field}.content", pictures)
     return [failed, *texts] if failed else texts
 
 
-def _texts(blocks: Sequence[Block], field: str) -> list[str]:
-    """Return the texts of blocks that must all be texts. Raises `RequestError`."""
+def _texts(blocks: Sequence[Block], field: str, pictures: Pictures | None = None) -> list[str]:
+    """Return the texts of blocks that must all be texts, or pictures for `pictures`. Raises `RequestError`."""
     texts = []
     for index, block in enumerate(blocks):
-        if not isinstance(block, TextBlock):
+        if isinstance(block, ImageBlock) and pictures is not None:
+            texts.append(pictures.mark(_picture(block, f"{field}[{index}]", False)))
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        else:
             raise _no_text(f"{field}[{index}]", block)
-        texts.append(block.text)
     return texts
 
 

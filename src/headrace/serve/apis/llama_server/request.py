@@ -94,7 +94,9 @@ def text_in(prompt: dict[str, Any], field: str) -> str:
     `RequestError` for one with pictures."""
     for name, value in prompt.items():
         if name not in ("prompt_string", "multimodal_data") or (name == "multimodal_data" and value):
-            bound = "left out: models read text" if name == "multimodal_data" else "prompt_string"
+            bound = (
+                "left out: pictures are read in /v1/chat/completions" if name == "multimodal_data" else "prompt_string"
+            )
             raise RequestError(f"{field}.{name[:80]}", "given", bound)
     text = prompt.get("prompt_string")
     if not isinstance(text, str):

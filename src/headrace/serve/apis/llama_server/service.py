@@ -214,7 +214,7 @@ class LlamaServer:
             total_slots=info.max_num_seqs,
             model_alias=self.model.name,
             model_path=info.model,
-            modalities={"vision": False, "audio": False},
+            modalities={"vision": bool(info.pictures), "audio": False},
             chat_template=self.model.template.sources[0] if self.model.template is not None else "",
             bos_token=names.get("bos_token", ""),
             eos_token=names.get("eos_token", ""),

@@ -124,6 +124,7 @@ class Library:
                 f"{family}.vocab_size": running.client.info.vocab_size,
             } | info
         abilities = [
+            ("vision", running is not None and bool(running.client.info.pictures)),
             ("tools", "tools" in template),
             ("thinking", "<think>" in template or "enable_thinking" in template),
         ]

@@ -8,10 +8,11 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from headrace.protocol import bounds
-from headrace.protocol.errors import UnsupportedError
+from headrace.protocol.errors import RequestError, UnsupportedError
 from headrace.protocol.parameters import OLLAMA
 from headrace.serve.call.parsing import Body, Warnings, convert, takes_parameters
-from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, check_role, first_new, placeholder
+from headrace.text.messages import ChatMessage, PastCall, check_role, first_new
+from headrace.text.pictures.marks import PictureInput, Pictures
 
 LOADING = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -152,23 +153,31 @@ def warn_of(options: Options, field: str, request: Body) -> None:
         request.warn(f"{field}.penalize_newline", "ignored: penalties know no newline")
 
 
-def messages_of(turns: Sequence[Message], warnings: Warnings) -> list[ChatMessage]:
-    """Return a chat's turns as messages. Images in the user's turns after the model's last turn are refused; in earlier
-    turns a short text takes their place, with a warning. Raises `RequestError`."""
+def messages_of(turns: Sequence[Message], pictures: Pictures) -> list[ChatMessage]:
+    """Return a chat's turns as messages; their pictures stand before the text. Raises `RequestError`."""
     bounds.check("messages", turns)
     new = first_new([turn.role for turn in turns])
     messages: list[ChatMessage] = []
     for index, turn in enumerate(turns):
         field = f"messages[{index}]"
         message = _message_of(turn, field)
-        if turn.images and index >= new and turn.role == "user":
-            raise UnsupportedError(f"{field}.images", "images", "the models served here read text")
         if turn.images:
-            warnings.add(f"{field}.images", LEFT_OUT)
-            texts = [placeholder("image")] * len(turn.images)
-            message.content = "\n".join([turn.content, *texts] if turn.content else texts)
+            is_new = index >= new and turn.role == "user"
+            message.content = marks_of(turn.images, f"{field}.images", pictures, is_new) + (turn.content or "")
         messages.append(message)
     return messages
+
+
+def marks_of(images: Sequence[Any], field: str, pictures: Pictures, is_new: bool) -> str:
+    """Return the text that stands for pictures in base64. is_new: whether a model without pictures must refuse them.
+    Raises `RequestError`."""
+    texts = []
+    for place, image in enumerate(images):
+        if not isinstance(image, str):
+            raise RequestError(f"{field}[{place}]", image, "a picture in base64")
+        refusal = UnsupportedError(field, "images", "the model served here reads text") if is_new else None
+        texts.append(pictures.mark(PictureInput(f"{field}[{place}]", image, "image", refusal)))
+    return "".join(texts)
 
 
 def _message_of(turn: Message, field: str) -> ChatMessage:

@@ -29,6 +29,7 @@ from headrace.serve.apis.ollama.request import (
     GenerateRequest,
     GenerationRequest,
     Options,
+    marks_of,
     messages_of,
     read_options,
     warn_of,
@@ -40,6 +41,7 @@ from headrace.serve.call.parsing import Warnings, convert, seconds_of
 from headrace.serve.call.schema import UNSUPPORTED
 from headrace.serve.call.service import ServedModel
 from headrace.text.messages import ChatMessage
+from headrace.text.pictures.marks import Pictures
 from headrace.text.tools.choice import ToolUse
 
 STAYS = "the model is loaded as long as the server runs"
@@ -75,8 +77,10 @@ class Ollama:
         request = self._read(ChatRequest, body)
         if not request.messages:
             return _loaded(request, message=reply.ReplyMessage(content=""))
-        messages = messages_of(request.messages, request.warnings)
+        pictures = Pictures()
+        messages = messages_of(request.messages, pictures)
         call = self._chat_call(request, messages, SPELLING | {"prompt": "messages"})
+        call.pictures = pictures
         call.tools = ToolUse.of(request.tools, None, True)
         return OllamaAnswer(await self.model.chat(call), request, chat=True, ids=False)
 
@@ -86,15 +90,18 @@ class Ollama:
         Without a prompt, as Ollama's clients load a model, the reply states that it is loaded.
         """
         request = self._read(GenerateRequest, body)
-        if request.images:
-            raise UnsupportedError("images", "images", "the models served here read text")
+        pictures = Pictures()
+        marks = marks_of(request.images or [], "images", pictures, True)
+        if request.images and (request.raw or request.context):
+            raise UnsupportedError("images", "images", "pictures go with a prompt alone, without raw and context")
         if request.suffix:
             raise UnsupportedError("suffix", request.suffix, UNSUPPORTED["suffix"][1])
         if not request.prompt:
             return _loaded(request, response="")
         messages = [ChatMessage(role="system", content=request.system)] if request.system else []
-        messages.append(ChatMessage(role="user", content=request.prompt))
+        messages.append(ChatMessage(role="user", content=marks + request.prompt))
         chat = self._chat_call(request, messages, SPELLING | {"messages": "prompt"})
+        chat.pictures = pictures
         if not request.raw and not request.context:
             return OllamaAnswer(await self.model.chat(chat), request, chat=False, ids=True)
         if request.raw:

@@ -33,6 +33,7 @@ from headrace.serve.call.parsing import Body, WarningLines, Warnings, convert
 from headrace.serve.call.schema import check_metadata
 from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
+from headrace.text.pictures.marks import Pictures
 
 logger = logging.getLogger("headrace.server")
 
@@ -217,7 +218,7 @@ def _new_items(entries: list[Any]) -> list[dict[str, Any]]:
         raise error.renamed(error.field.replace("input", "items", 1)) from None
     named = [NamedItem(f"items[{index}]", item) for index, item in enumerate(items)]
     # The warnings belong to the response that is made of the items later.
-    messages_of(None, without_hosted(named, Warnings()), Warnings())
+    messages_of(None, without_hosted(named, Warnings()), Warnings(), Pictures())
     return items
 
 

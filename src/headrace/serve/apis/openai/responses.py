@@ -67,6 +67,7 @@ from headrace.serve.storage.space import StorageError
 from headrace.serve.storage.store import Store, StoreFullError
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import Content, MessagePart, TextDelta
+from headrace.text.pictures.marks import Pictures
 
 logger = logging.getLogger("headrace.server")
 
@@ -302,8 +303,9 @@ class Responses:
         history, named = await self._named(request, await self._referenced(input_items(request, "0")))
         call, _ = chat_call(request, shared)
         items = without_hosted(named, call.warnings)
-        work = functools.partial(messages_of, request.instructions, items, call.warnings)
-        call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work))
+        pictures = Pictures()
+        work = functools.partial(messages_of, request.instructions, items, call.warnings, pictures)
+        call = msgspec.structs.replace(call, messages=await off_loop(size_of(history), work), pictures=pictures)
         with spelled(call.spelling):
             # The parameters of the answer are checked, though no answer is made.
             call.engine_fields.params()
@@ -430,9 +432,10 @@ class Responses:
         """Return the chat's answer; `size` is the size of the items. With truncation "auto", the oldest items go until
         the rest fits."""
         while True:
-            warnings = Warnings(call.warnings)
-            messages = await off_loop(size, functools.partial(messages_of, request.instructions, items, warnings))
-            attempt = msgspec.structs.replace(call, messages=messages, warnings=warnings)
+            warnings, pictures = Warnings(call.warnings), Pictures()
+            work = functools.partial(messages_of, request.instructions, items, warnings, pictures)
+            messages = await off_loop(size, work)
+            attempt = msgspec.structs.replace(call, messages=messages, warnings=warnings, pictures=pictures)
             try:
                 return await model.chat(attempt)
             except RequestError as error:

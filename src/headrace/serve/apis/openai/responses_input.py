@@ -29,7 +29,8 @@ from headrace.serve.call.schema import (
     check_metadata,
     parse,
 )
-from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, first_new, placeholder
+from headrace.text.messages import LEFT_OUT, ChatMessage, PastCall, first_new, picture_part, placeholder
+from headrace.text.pictures.marks import Pictures
 from headrace.text.tools.custom import arguments
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -274,12 +275,14 @@ def without_hosted(items: Sequence[NamedItem], warnings: Warnings) -> list[Named
     return [each for each in items if each.item.get("type") not in HOSTED_ITEMS]
 
 
-def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: Warnings) -> list[ChatMessage]:
+def messages_of(
+    instructions: str | None, items: Sequence[NamedItem], warnings: Warnings, pictures: Pictures
+) -> list[ChatMessage]:
     """Return items as a chat's messages. Reasoning, text and calls of one turn of the model are one message.
 
-    A part that the model cannot read is refused in the user's items after the model's last turn. In earlier items and
-    in outputs a short text stands in its place, with a warning. Raises `RequestError` for an item that a chat cannot
-    hold.
+    `pictures` gets the pictures, for which marks stand in the texts. Another part that the model cannot read is refused
+    in the user's items after the model's last turn. In earlier items and in outputs a short text stands in its place,
+    with a warning. Raises `RequestError` for an item that a chat cannot hold.
     """
     turns = ("reasoning", *CALLS)
     new = first_new(["assistant" if item.get("type") in turns else item.get("role") for _, item in items] + [None])
@@ -290,7 +293,8 @@ def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: 
     for place, (field, item) in enumerate(items):
         kind = item.get("type")
         if kind == "message":
-            _add_message(messages, item, field, None if place >= new and item.get("role") == "user" else warnings)
+            is_new = place >= new and item.get("role") == "user"
+            _add_message(messages, item, field, None if is_new else warnings, pictures)
         elif kind == "reasoning":
             texts = [_text(item.get(part) or [], f"{field}.{part}", warnings) for part in ("content", "summary")]
             _turn(messages).reasoning = next((text for text in texts if text), "")
@@ -303,7 +307,9 @@ def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: 
             call_id = _string(item, "call_id", field)
             extra = {"tool_call_id": call_id} | ({"name": names[call_id]} if call_id in names else {})
             messages.append(
-                ChatMessage(role="tool", content=_text(item.get("output"), f"{field}.output", warnings), extra=extra)
+                ChatMessage(
+                    role="tool", content=_text(item.get("output"), f"{field}.output", warnings, pictures), extra=extra
+                )
             )
         else:
             raise RequestError(f"{field}.type", kind, ITEMS)
@@ -313,8 +319,10 @@ def messages_of(instructions: str | None, items: Sequence[NamedItem], warnings: 
     return messages
 
 
-def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], field: str, warnings: Warnings | None) -> None:
-    role, text = item.get("role"), _text(item.get("content"), f"{field}.content", warnings)
+def _add_message(
+    messages: list[ChatMessage], item: Mapping[str, Any], field: str, warnings: Warnings | None, pictures: Pictures
+) -> None:
+    role, text = item.get("role"), _text(item.get("content"), f"{field}.content", warnings, pictures)
     if role not in ROLES:
         raise RequestError(f"{field}.role", role, "one of " + ", ".join(ROLES))
     if role == "assistant":
@@ -338,8 +346,9 @@ def _turn(messages: list[ChatMessage], without_text: bool = False) -> ChatMessag
     return last
 
 
-def _text(content: Any, field: str, warnings: Warnings | None) -> str:
-    """Return the texts of `content`. With `warnings`, a short text stands for a part that the model cannot read."""
+def _text(content: Any, field: str, warnings: Warnings | None, pictures: Pictures | None = None) -> str:
+    """Return the texts of `content`, with marks for pictures. With `warnings`, a short text stands for another part
+    that the model cannot read."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -351,6 +360,8 @@ def _text(content: Any, field: str, warnings: Warnings | None) -> str:
             texts.append(_string(part, "refusal", f"{field}[{index}]"))
         elif kind in TEXT_PARTS:
             texts.append(_string(part, "text", f"{field}[{index}]"))
+        elif kind == "input_image" and pictures is not None and part.get("file_id") is None:
+            texts.append(pictures.mark(picture_part(part, f"{field}[{index}]", warnings is None)))
         elif isinstance(kind, str) and warnings is not None:
             warnings.add(f"{field}[{index}]", LEFT_OUT)
             texts.append(placeholder(kind))
