@@ -279,10 +279,7 @@ APIS = (
         "embeddinggemma",
         "partly",
         "gemma3_text with use_bidirectional_attention; cuda by its twins",
-        (
-            "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
-            "encoders:test_gemmas_vectors_by_packed_weights",
-        ),
+        ("encoders:test_a_decoder_that_sees_both_ways_is_an_encoder", "encoders:test_gemmas_vectors_by_packed_weights"),
     ),
     Row(
         "sentence-transformers: prompts, likeness, truncate_dim",

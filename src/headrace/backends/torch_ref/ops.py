@@ -234,7 +234,8 @@ class RefOps:
             angles = rope_table.cos.gather(0, places), rope_table.sin.gather(0, places)
             rows.notes[id(rope_table.cos)] = angles
         elif angles is None:
-            angles = rope_table.cos.index_select(0, rows.positions), rope_table.sin.index_select(0, rows.positions)
+            at = rows.positions if rows.rope_rows is None else rows.rope_rows
+            angles = rope_table.cos.index_select(0, at), rope_table.sin.index_select(0, at)
             rows.notes[id(rope_table.cos)] = angles
         return angles
 
