@@ -79,7 +79,12 @@ class Family(NamedTuple):
     scale: float = 1.2
 
 
+WINDOWS = {"hidden_act": "silu", "window_size": 48, "fullatt_block_indexes": [1, 4], "depth": 5}
+SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}}
 FAMILIES = {
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VL", TEXT | SECTIONS | {"hidden_size": 128}, VISION | WINDOWS | {"out_hidden_size": 128}
+    ),
     "qwen3_vl": Family("Qwen3VL", TEXT, VISION | {"deepstack_visual_indexes": [1, 0]}),
     "qwen3_5": Family("Qwen3_5", TEXT | DELTA, VISION, 0.5),
     "qwen3_vl_moe": Family("Qwen3VLMoe", TEXT | EXPERTS, VISION | {"deepstack_visual_indexes": [0, 2]}),

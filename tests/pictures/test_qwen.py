@@ -25,6 +25,8 @@ from headrace.engine import build
 from headrace.engine.core import EngineCore
 from headrace.models.axes import by_axes, in_sections, in_turn
 from headrace.models.config import ModelConfig
+from headrace.models.towers import rows as rows_module
+from headrace.models.towers.qwen2_5_vl import Tower as WindowTower
 from headrace.models.towers.qwen3_5 import Tower
 from headrace.models.towers.rows import turned
 from headrace.protocol.config import EngineConfig
@@ -49,6 +51,10 @@ def prompt(oracle: Oracle) -> Prompt:
     return qwen.read(oracle)
 
 
+def family_of(oracle: Oracle) -> str:
+    return str(json.loads((oracle.directory / "config.json").read_text())["model_type"])
+
+
 def make_core(oracle: Oracle, **options: Any) -> EngineCore:
     common = {"num_gpu_blocks_override": 64, "num_threads": 1, "max_num_seqs": 8, "dtype": "float32"}
     return build.build_engine(EngineConfig(model=str(oracle.directory), **(common | options)))
@@ -66,8 +72,14 @@ def test_pixels_and_tokens_are_those_of_the_processor(oracle: Oracle, prompt: Pr
     runner = load(oracle.directory, num_gpu_blocks_override=64)
     settings = json.loads((oracle.directory / "preprocessor_config.json").read_text())
     norm, tower = norm_of(settings, "qwen3_vl"), runner.pictures.tower  # type: ignore[union-attr]
-    patches = np.concatenate([tower.patches(qwen.pixels_of(picture, norm)) for picture in prompt.pictures])
-    assert np.abs(patches[:, : oracle.pixels.shape[1]] - oracle.pixels).max() <= 1e-5
+    at = 0
+    for picture in prompt.pictures:
+        grid = tower.grid(picture.height, picture.width)
+        ours = tower.patches(qwen.pixels_of(picture, norm))[np.argsort(tower.order(*grid))]
+        theirs = oracle.pixels[at : at + len(ours)][np.argsort(Tower.order(tower, *grid))]
+        assert np.abs(ours[:, : theirs.shape[1]] - theirs).max() <= 1e-5
+        at += len(ours)
+    assert at == len(oracle.pixels)
     runner.close()
 
 
@@ -77,6 +89,9 @@ def test_logits_are_those_of_transformers_however_a_prompt_is_cut(
 ) -> None:
     """Of the prompt and of the tokens after it. A picture lies in three chunks, and decoding takes a row at a time."""
     runner = load(oracle.directory, num_gpu_blocks_override=64, dtype="float32", **on)
+    if runner.pictures is None:
+        assert (family_of(oracle), on["backend"]) == ("qwen2_5_vl", "cuda")
+        return
     whole = qwen.follow(runner, oracle.token_ids, prompt.pictures)
     assert np.abs(whole - oracle.logits).max() < 1e-4
     [(first, num)] = prompt.pictures[0].spans
@@ -132,6 +147,10 @@ def test_an_answer_does_not_depend_on_chunks_neighbours_caches_or_preemption(
 def test_other_backends_answer_the_same(on: dict[str, str], oracle: Oracle, prompt: Prompt, alone: Bits) -> None:
     """On cuda, texts are computed in overlapping steps, and texts behind pictures are not."""
     core = make_core(oracle, **on)
+    if not core.info.pictures:
+        with pytest.raises(RequestError, match="the model reads text only"):
+            core.add(make_request(prompt))
+        return
     results = run(core, [make_request(prompt), make_request(prompt, "text", pictures=[])])
     assert results["a"][0] == alone[0]
     assert_same(run(core, [make_request(prompt)]), results)
@@ -155,11 +174,14 @@ def test_texts_have_the_bits_that_they_have_without_a_tower(oracle: Oracle, prom
     core.close()
 
 
-@pytest.mark.parametrize("part", ["turns", "patches"])
+@pytest.mark.parametrize("part", ["turns", "patches", "windows"])
 def test_each_part_of_the_tower_counts(
     part: str, oracle: Oracle, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tower whose patches do not turn by line and column, or that has no learned positions, gives other logits."""
+    """A tower whose patches do not turn by line and column, or that has no learned positions, or in which all patches
+    see each other, gives other logits."""
+    if part == {"qwen2_5_vl": "patches"}.get(family_of(oracle), "windows"):
+        pytest.skip("this tower has no such part")
     right = Tower.patches
 
     def patches(tower: Tower, pixels: qwen.F32) -> qwen.F32:
@@ -167,7 +189,8 @@ def test_each_part_of_the_tower_counts(
         rows[:, tower.num_numbers :] = 0
         return rows
 
-    monkeypatch.setattr(Tower, part, patches if part == "patches" else lambda *_: None)
+    replaced = {"turns": lambda *_: None, "patches": patches, "windows": lambda _, *size: [size[0] * size[1] // 64]}
+    monkeypatch.setattr(WindowTower if part == "windows" else Tower, part, replaced[part])
     runner = load(oracle.directory, num_gpu_blocks_override=64)
     assert np.abs(qwen.follow(runner, oracle.token_ids, prompt.pictures) - oracle.logits).max() > 0.01
     runner.close()
@@ -176,7 +199,7 @@ def test_each_part_of_the_tower_counts(
 def test_rows_of_layers_of_the_tower_are_added_in_their_order(oracle: Oracle, prompt: Prompt) -> None:
     runner = load(oracle.directory, num_gpu_blocks_override=64)
     source: Any = runner.pictures
-    size = len(source.blank) // 64 - 1
+    size = len(source.blank) // runner.program.model.hidden_size - 1
     assert size == ("deepstack_visual_indexes" in (oracle.directory / "config.json").read_text()) * 2
     if size:
         for picture in prompt.pictures:
@@ -266,6 +289,9 @@ def test_a_malformed_number_of_pairs_is_refused(value: Any) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"window_size": 15}, "window_size is 15, expected one to 22 patches, in squares of 16 pixels"),
+    ({"window_size": 192}, "window_size is 192, expected one to 22 patches"),
+    ({"fullatt_block_indexes": [5]}, "fullatt_block_indexes is [5], expected numbers of layers"),
     ({"deepstack_visual_indexes": [3]}, "deepstack_visual_indexes is [3], expected numbers of layers"),
     ({"deepstack_visual_indexes": "0"}, "deepstack_visual_indexes is '0', expected numbers of layers"),
     ({"num_heads": 8}, "vision_config has heads of 6 numbers, no multiple of 4"),
@@ -280,7 +306,7 @@ def test_a_tower_that_does_not_fit_is_refused_and_the_text_served(
     changes: dict[str, Any], reason: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path_factory.mktemp("wrong")
-    qwen.write(directory, "qwen3_vl", 1)
+    qwen.write(directory, "qwen2_5_vl" if "window" in reason or "fullatt" in reason else "qwen3_vl", 1)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config["vision_config"] |= changes
@@ -336,3 +362,76 @@ def test_a_picture_has_at_most_the_patches_that_a_tower_takes() -> None:
     assert 0.9 * cuts.MAX_QWEN_PATCHES < image.width * image.height / 16 <= cuts.MAX_QWEN_PATCHES
     [same] = cuts.qwen(Image.new("RGB", (16, 24)), cuts.Settings({"patch_size": 4, "do_resize": False})).images
     assert same.size == (16, 24)
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return qwen.write(tmp_path_factory.mktemp("windowed"), "qwen2_5_vl", 1)
+
+
+def test_windows_may_be_computed_some_at_once(windowed: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 16 to 36 patches, of which few fit: the rows have the same bits."""
+    prompt, rows = qwen.read(windowed), []
+    for most in (rows_module.MAX_ROWS, 40):
+        monkeypatch.setattr(rows_module, "MAX_ROWS", most)
+        runner = load(windowed.directory, num_gpu_blocks_override=64)
+        assert runner.pictures is not None
+        rows.append([runner.pictures.features(picture) for picture in prompt.pictures])
+        runner.close()
+    assert all(np.array_equal(*pair) for pair in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "most_rows", "expected"),
+    [
+        ([36, 36, 24, 4], 9, 99, [[36, 36, 24], [4]]),
+        ([5, 5, 5], 2, 100, [[5, 5], [5]]),
+        ([700, 3], 2, 512, [[700], [3]]),
+    ],
+)
+def test_windows_in_portions(sizes: list[int], most: int, most_rows: int, expected: list[list[int]]) -> None:
+    assert list(rows_module.portions(sizes, most, most_rows)) == expected
+
+
+def test_the_config_of_the_releases_has_no_text_config(windowed: Oracle, tmp_path: Path) -> None:
+    released = tmp_path / "released"
+    shutil.copytree(windowed.directory, released)
+    config = json.loads((released / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (released / "config.json").write_text(json.dumps(flat))
+    prompt, logits = qwen.read(windowed), []
+    for directory in (windowed.directory, released):
+        runner = load(directory, num_gpu_blocks_override=64)
+        logits.append(qwen.follow(runner, windowed.token_ids, prompt.pictures))
+        runner.close()
+    assert np.array_equal(*logits)
+
+
+def test_sections_that_do_not_fit_are_refused_and_the_text_served(
+    windowed: Oracle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(windowed.directory, other)
+    config = json.loads((other / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = [6, 5, 4]
+    (other / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING):
+        assert load(other, num_gpu_blocks_override=64).pictures is None
+    assert "pictures are refused: config.json: mrope_section does not fit the heads of the text" in caplog.text
+
+
+def test_cuda_refuses_windows_by_name(windowed: Oracle, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        runner = load(windowed.directory, num_gpu_blocks_override=64, backend="cuda", device="cpu")
+    assert runner.pictures is None
+    assert "pictures are refused: backend cuda has no room for a tower of several programs" in caplog.text
+
+
+def test_a_tower_beside_a_quantised_text(oracle: Oracle, prompt: Prompt) -> None:
+    runner = load(oracle.directory, num_gpu_blocks_override=64, quantization="int8")
+    logits = qwen.follow(runner, oracle.token_ids, prompt.pictures)
+    assert 0 < (logits - oracle.logits).std() < 0.5 * oracle.logits.std()
+    runner.close()

@@ -85,7 +85,12 @@ MODELS = (
     Row("mixtral", "yes", "Mixtral; GGUF llama", SHOWN_GGUF),
     Row("qwen2", "yes", "Qwen2, Qwen2.5; GGUF qwen2", SHOWN_GGUF),
     Row("qwen2_moe", "yes", "Qwen1.5-MoE, Qwen2-57B-A14B; GGUF qwen2moe", (*SHOWN_GGUF, PACKED)),
-    Row("qwen2_5_vl", "partly", "Qwen2-VL and Qwen2.5-VL, their text; GGUF qwen2vl", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "qwen2_5_vl",
+        "partly",
+        "Qwen2.5-VL; of Qwen2-VL, and of GGUF qwen2vl, the text; pictures, no videos; cuda refuses pictures by name",
+        (*SHOWN_GGUF, PACKED, PICTURES),
+    ),
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
     Row("qwen3_vl", "partly", f"Qwen3-VL; of GGUF qwen3vl its text; {NO_VIDEO}", (*SHOWN_GGUF, PACKED, PICTURES)),

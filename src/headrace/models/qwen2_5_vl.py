@@ -1,4 +1,4 @@
-"""The text of Qwen2.5-VL (Bai et al. 2025): Qwen2. Where there are no images, its three positions are one."""
+"""The text of Qwen2.5-VL (Bai et al. 2025): Qwen2. Where there are no pictures, its three positions are one."""
 
 from __future__ import annotations
 

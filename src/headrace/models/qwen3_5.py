@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 (Qwen Team 2026) with a tower for images, which is left out: their text is `qwen3_5_text`."""
+"""Qwen3.5 and 3.6 (Qwen Team 2026) with a tower: their text is `qwen3_5_text`, whose heads turn by three positions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen3.5's and 3.6's mixtures of experts with a tower for images, which is left out: their text is
-`qwen3_5_moe_text`."""
+"""Qwen3.5's and 3.6's mixtures of experts with a tower: their text is `qwen3_5_moe_text`, whose heads turn by three
+positions."""
 
 from __future__ import annotations
 

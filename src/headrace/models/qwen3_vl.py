@@ -1,4 +1,4 @@
-"""The text of Qwen3-VL (Qwen Team 2025): Qwen3. Where there are no images, its three positions are one."""
+"""The text of Qwen3-VL (Qwen Team 2025): Qwen3. Where there are no pictures, its three positions are one."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class ForwardBatch:
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
-    rope_rows: rows of the rope table; None: `positions`. places: int64 [R, axes], the positions by which rows turn, of a
-    table with axes; None: `positions`.
+    rope_rows: rows of the rope table; None: `positions`.
+    places: int64 [R, axes], the positions by which rows turn, of a table with axes; None: `positions`.
     read: rows whose logits or hidden states are read; None: all may be.
     notes: results that ropes and attention compute once a step, each under its own key.
     """

@@ -68,6 +68,8 @@ def _loaded(
     weights = SafetensorsWeights(checkpoint, backend, None, Loading(quantization=form), spare)
     tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, backend.ops)
     weights.finish()
+    if tower.parts and backend.name == "cuda":
+        raise CheckpointError("backend cuda has no room for a tower of several programs, as windows make it")
     if len(tower.further) > len(model.layers):
         raise CheckpointError(
             f"the tower's rows go behind {len(tower.further)} layers, the text has {len(model.layers)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Cache, LayerShape, Rows
+from headrace.backends.base import Array, Cache, LayerShape, RopeTable, Rows
 from headrace.models import Model
 from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
@@ -69,6 +69,32 @@ class Connector(Model):
         return self.final(hidden, rows)
 
 
+class Part(Model):
+    """Layers of a tower that are a program of their own, rows [R, H] -> rows [R, H]: in a program all layers see the
+    same rows. is_windowed: each row sees its window alone (`Tower.windows`). Layer i has the layer_id i."""
+
+    both_ways = True
+    embedding = None
+    head: Any = None
+    vocab_size = 1
+
+    def __init__(self, tower: Tower, layers: Sequence[PreNormLayer], *, is_windowed: bool) -> None:
+        self.ops, self.layers, self.is_windowed = tower.ops, layers, is_windowed
+        self.feature_size = self.hidden_size = tower.hidden_size
+        self.rope_table = tower.rope_table
+        self.cache_shapes = list(tower.cache_shapes)[: len(layers)]
+
+    def enter(self, rows: Rows) -> Array:
+        return rows.features
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.select(hidden, rows)
+
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        """The rows themselves."""
+        return self.final(hidden, rows)
+
+
 def two_layers(
     tower: Tower, names: tuple[str, str], sizes: tuple[int, int, int], kind: Any, *, bias: bool = True
 ) -> Callable[[Array], Array]:
@@ -105,6 +131,10 @@ class Tower(Model):
     further: Sequence[tuple[int, Connector]] = ()
     """Layers, and the connectors that make further rows of the rows before them, to be added behind the text's first
     layers (DeepStack, Meng et al. 2024)."""
+    parts: Sequence[Part] = ()
+    """Layers behind the tower's own, which then `is_windowed`."""
+    is_windowed = False
+    rope_table: RopeTable | None = None
     side_of_row = 0
     """Pixels of a side of a row's square, where rows of the text turn by their line and column (`models.axes`)."""
 
@@ -161,6 +191,10 @@ class Tower(Model):
     def turns(self, height: int, width: int) -> NDArray[np.int64] | None:
         """Return the lines and columns [R, 2] by which patches turn; None for a tower without a rope."""
         return None
+
+    def windows(self, height: int, width: int) -> list[int]:
+        """Return the numbers of rows of the windows of a picture, whose rows follow each other window by window."""
+        raise NotImplementedError
 
     def merged(self, hidden: F32, height: int, width: int) -> F32:
         """The last layer's rows [R, H] -> the connector's [N, K]."""

@@ -39,6 +39,8 @@ class Tower(base.Tower):
         "num_position_embeddings": 2304,
     }
 
+    patch_bias, has_embeddings = True, True
+
     def __init__(self, config: ModelConfig, outer: ModelConfig, weights: Weights, ops: Ops) -> None:
         sizes = {ours: config.values[theirs] for ours, theirs in NAMES.items() if theirs in config.values}
         super().__init__(ModelConfig(sizes | dict(config.values)), outer, weights, ops)
@@ -47,16 +49,15 @@ class Tower(base.Tower):
         self.side_of_row = self.merge * self.patch_size
         self.num_numbers = self.num_frames * self.feature_size
         self.feature_size = self.num_numbers
-        self.patch = self.patch_linear("visual.patch_embed.proj")
-        self.feature_size += self.hidden_size
-        self.num_sides = int(config.integer("num_position_embeddings") ** 0.5)
-        self.grid_rows = weights.numbers(
-            "visual.pos_embed.weight", (config.integer("num_position_embeddings"), self.hidden_size)
-        )
+        self.patch = self.patch_linear("visual.patch_embed.proj", bias=self.patch_bias)
+        if self.has_embeddings:
+            self.feature_size += self.hidden_size
+            num = config.integer("num_position_embeddings")
+            self.num_sides = int(num**0.5)
+            self.grid_rows = weights.numbers("visual.pos_embed.weight", (num, self.hidden_size))
         self.rope_table = self._rope_table()
-        self.layers = [self._layer(f"visual.blocks.{i}", i) for i in range(self.num_layers)]
-        self.norm = LayerNorm(self, "visual.merger.norm")
-        self.connector = self._connector("visual.merger")
+        self.make_layers()
+        self.connector = self.make_connector()
         if config.integer("out_hidden_size", self.text_size) != self.text_size:
             raise CheckpointError(
                 f"config.json: vision_config.out_hidden_size is {config.values['out_hidden_size']}, the text has "
@@ -74,7 +75,10 @@ class Tower(base.Tower):
         placed = by_axes(RopeTable(cos, sin), np.repeat(np.arange(2), half // 2), MAX_PATCHES)
         return placed._replace(cos=self.weights.constant(placed.cos), sin=self.weights.constant(placed.sin))
 
-    def _layer(self, name: str, layer_id: int) -> PreNormLayer:
+    def make_layers(self) -> None:
+        self.layers = [self.make_layer(f"visual.blocks.{i}", i) for i in range(self.num_layers)]
+
+    def make_layer(self, name: str, layer_id: int) -> PreNormLayer:
         return PreNormLayer(
             LayerNorm(self, f"{name}.norm1"),
             Attention(self, layer_id, [f"{name}.attn.qkv"], f"{name}.attn.proj", rope_table=self.rope_table),
@@ -82,7 +86,11 @@ class Tower(base.Tower):
             MLP(self, f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"),
         )
 
-    def _connector(self, name: str, norm: str = "") -> Connector:
+    def make_connector(self) -> Connector:
+        self.norm = LayerNorm(self, "visual.merger.norm")
+        return self.merger("visual.merger")
+
+    def merger(self, name: str, norm: str = "") -> Connector:
         width, ops = self.merge**2 * self.hidden_size, self.ops
         layers = base.two_layers(
             self, (f"{name}.linear_fc1", f"{name}.linear_fc2"), (width, width, self.text_size), "gelu"
@@ -94,6 +102,8 @@ class Tower(base.Tower):
 
     def enter(self, rows: Rows) -> Array:
         ops = self.ops
+        if not self.has_embeddings:
+            return ops.linear(rows.features, self.patch)
         patches = ops.linear(ops.columns(rows.features, 0, self.num_numbers), self.patch)
         return patches + ops.columns(rows.features, self.num_numbers, self.hidden_size)
 
@@ -105,8 +115,10 @@ class Tower(base.Tower):
         size, (lines, columns) = self.patch_size, self.grid(*pixels.shape[:2])
         parts = pixels.reshape(lines, size, columns, size, 3).transpose(0, 2, 4, 1, 3)
         twice = np.repeat(parts.reshape(lines, columns, 3, 1, size * size), self.num_frames, axis=3)
-        rows = np.concatenate([twice.reshape(lines * columns, -1), self._embeddings(lines, columns)], axis=1)
-        return np.ascontiguousarray(rows[self._order(lines, columns)], np.float32)
+        rows = twice.reshape(lines * columns, -1)
+        if self.has_embeddings:
+            rows = np.concatenate([rows, self._embeddings(lines, columns)], axis=1)
+        return np.ascontiguousarray(rows[self.order(lines, columns)], np.float32)
 
     def _embeddings(self, lines: int, columns: int) -> F32:
         """Return the grid's embeddings between which each place lies, weighted by its distances, line by line."""
@@ -125,7 +137,7 @@ class Tower(base.Tower):
         share, low = exact - before, before.astype(np.int64)
         return [(low, 1 - share), (np.minimum(low + 1, self.num_sides - 1), share)]
 
-    def _order(self, lines: int, columns: int) -> NDArray[np.int64]:
+    def order(self, lines: int, columns: int) -> NDArray[np.int64]:
         """Return the patches' places, line by line, in the order of rows: square by square."""
         step = self.merge
         places = np.arange(lines * columns).reshape(lines // step, step, columns // step, step)
@@ -138,7 +150,7 @@ class Tower(base.Tower):
 
     def turns(self, height: int, width: int) -> NDArray[np.int64]:
         lines, columns = self.grid(height, width)
-        return np.stack(np.divmod(self._order(lines, columns), columns), axis=1)
+        return np.stack(np.divmod(self.order(lines, columns), columns), axis=1)
 
     def merged(self, hidden: F32, height: int, width: int) -> F32:
         """The patches of a square follow each other."""

@@ -27,4 +27,4 @@ class Tower(qwen3_5.Tower):
             raise CheckpointError(f"config.json: vision_config.{KEY} is {layers!r:.80}, expected numbers of layers")
         # The numbers of the first mergers are those of the layers that are met first.
         names = {layer: f"visual.deepstack_merger_list.{layers.index(layer)}" for layer in sorted(set(layers))}
-        self.further = [(layer + 1, self._connector(name, f"{name}.norm")) for layer, name in names.items()]
+        self.further = [(layer + 1, self.merger(name, f"{name}.norm")) for layer, name in names.items()]

@@ -6,8 +6,9 @@ pixels and programs; must not know requests. Made by `engine.library.towers`, ca
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -46,8 +47,11 @@ class PictureRows:
         self.blank, self.has_places = blank, tower.side_of_row > 0
         self.tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
-        set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
-        self._program = backend.program(tower, set_up, [layer for layer, _ in tower.further])
+        whole = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
+        by_window = SetUp((MAX_READ,), BLOCK, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
+        layers = [layer for layer, _ in tower.further]
+        self._programs = [backend.program(tower, by_window if tower.is_windowed else whole, layers)]
+        self._programs += [backend.program(part, by_window if part.is_windowed else whole) for part in tower.parts]
         connecting = SetUp((1,), MAX_ROWS, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
         connectors = [tower.connector, *(connector for _, connector in tower.further)]
         self._connectors = [backend.program(connector, connecting) for connector in connectors]
@@ -72,15 +76,14 @@ class PictureRows:
         if tower.num_rows(*size) != picture.num_rows:
             raise ValueError(f"a picture of {size[0]} x {size[1]} pixels for {picture.num_rows} rows")
         pixels = np.frombuffer(picture.pixels, np.uint8).reshape(*size, 3)
-        patches, places = tower.patches(normalised(pixels, self._norm)), tower.places(*size)
-        if len(places) > MAX_PATCHES:
-            raise ValueError(f"a picture of {len(places)} patches, expected at most {MAX_PATCHES}")
-        blocks = list(range(-(-len(places) // BLOCK)))
-        rows, num_further = list(range(len(places))), len(tower.further)
-        observed = rows if num_further else ()
-        chunks = Chunks([0], [places], [blocks], later=rows, observed=observed, places=tower.turns(*size))
-        layers = [hidden_states(self._program, chunks, patches)]
-        layers += np.split(self._program.features(rows), num_further, axis=1) if num_further else []
+        rows = tower.patches(normalised(pixels, self._norm))
+        if len(rows) > MAX_PATCHES:
+            raise ValueError(f"a picture of {len(rows)} patches, expected at most {MAX_PATCHES}")
+        for program in self._programs:
+            rows = self._through(program, rows, size)
+        layers = [rows]
+        if num_further := len(tower.further):
+            layers += np.split(self._programs[0].features(list(range(len(rows)))), num_further, axis=1)
         numbers = []
         for program, hidden in zip(self._connectors, layers, strict=True):
             merged = tower.merged(hidden[tower.num_extra :], *size)
@@ -88,14 +91,44 @@ class PictureRows:
             numbers.append(np.concatenate([self._connected(program, part) for part in parts]))
         return np.concatenate([*numbers, np.zeros((picture.num_rows, 1), np.float32)], axis=1)
 
+    def _through(self, program: Program, rows: F32, size: tuple[int, int]) -> F32:
+        """Return the rows [R, H] behind the layers of a program, of which each sees all others, or its window's."""
+        places, turns, out, at = self.tower.places(*size), self.tower.turns(*size), [], 0
+        windows = self.tower.windows(*size) if program.model.is_windowed else [len(places)]
+        for sizes in portions(windows, MAX_READ, MAX_ROWS):
+            ends = list(itertools.accumulate(sizes, initial=at))
+            num_blocks = [-(-each // BLOCK) for each in sizes]
+            firsts = itertools.accumulate(num_blocks, initial=0)
+            chunks = Chunks(
+                [0] * len(sizes),
+                [places[begin:end] for begin, end in itertools.pairwise(ends)],
+                [list(range(first, first + num)) for first, num in zip(firsts, num_blocks, strict=False)],
+                later=range(ends[-1] - at),
+                observed=range(ends[-1] - at) if self.tower.further else (),
+                places=None if turns is None else turns[at : ends[-1]],
+            )
+            out.append(hidden_states(program, chunks, rows[at : ends[-1]]))
+            at = ends[-1]
+        return np.concatenate(out)
+
     def _connected(self, program: Program, merged: F32) -> F32:
         return hidden_states(program, Chunks([0], [[0] * len(merged)], [[0]], later=range(len(merged))), merged)
 
     def close(self) -> None:
         """Free the memory of the programs. May be called twice."""
-        self._program.close()
-        for program in self._connectors:
+        for program in (*self._programs, *self._connectors):
             program.close()
+
+
+def portions(sizes: Sequence[int], most: int, most_rows: int) -> Iterator[list[int]]:
+    """Yield windows, `most` at once, with `most_rows` rows in all where each has fewer."""
+    portion: list[int] = []
+    for size in sizes:
+        if portion and (len(portion) == most or sum(portion) + size > most_rows):
+            yield portion
+            portion = []
+        portion.append(size)
+    yield portion
 
 
 def hidden_states(program: Program, chunks: Chunks, features: F32) -> F32:

@@ -242,6 +242,7 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "mistral3": pixtral,
     "pixtral": pixtral,
     "llava": llava,
+    "qwen2_5_vl": qwen,
     "qwen3_vl": qwen,
     "qwen3_vl_moe": qwen,
     "qwen3_5": qwen,

@@ -83,6 +83,7 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "mistral3": _lines,
     "pixtral": _lines,
     "llava": _one_run,
+    "qwen2_5_vl": _one_run,
     "qwen3_vl": _one_run,
     "qwen3_vl_moe": _one_run,
     "qwen3_5": _one_run,
@@ -98,12 +99,12 @@ WORDS = {
     "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "llava": Words("<image>", "<image>"),
 }
-QWEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose template writes what stands around a picture's rows."""
 WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 
-PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14}
+PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "qwen2_5_vl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
 SIDES = {"internvl": 448, "llava": 224}
 """Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
