@@ -18,7 +18,10 @@ import pytest
 import torch
 from tests.docs import pages
 from tests.docs.pages import PAGES, SHELLS, Block, blocks, commands, program
+from tests.support import picture_model
 from tests.support.adapters import write_adapter
+from tests.support.picture_model import noisy
+from tests.support.pictures import png
 from tests.support.serving import serve
 from tests.support.shallow import shallow
 
@@ -121,6 +124,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of the server that all clients of the pages talk to."""
     models = tmp_path_factory.mktemp("models")
     (models / "my-model").symlink_to(shallow())
+    picture_model.write(models / "eyes")
     flags = ("--models-dir", str(models), "--keep-alive", "0", "--any-model-name")
     folders = [str(tmp_path_factory.mktemp(name)) for name in ("storage", "sessions")]
     with serve("builtin", "--storage-dir", folders[0], "--slot-save-path", folders[1], *flags) as served:
@@ -145,6 +149,9 @@ def folder(root: Path, block: Block) -> Path:
     (path / "trace.jsonl").write_text(trace)
     if block.page == "howto-adapters.md":
         write_adapter(path / "adapters" / "sql", {"model.layers.0.self_attn.q_proj.weight": torch.zeros(256, 256)})
+    if block.page == "howto-pictures.md" and not (path / "photo.png").exists():
+        picture_model.write(path / "path" / "to" / "model")
+        (path / "photo.png").write_bytes(png(noisy(1)))
     (path / "text.txt").write_text("Once upon a time there was a little dog. He liked to run in the park. " * 8)
     return path
 

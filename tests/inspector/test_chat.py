@@ -11,8 +11,11 @@ from typing import Any
 import httpx
 from tests.inspector import browser
 from tests.security import rig
+from tests.support import picture_model
+from tests.support.picture_model import noisy
+from tests.support.pictures import png
 from tests.support.server import Live, inproc
-from tests.support.serving import Served, gauge, wait_for
+from tests.support.serving import Served, gauge, serve, wait_for
 
 from headrace.protocol.config import ServerConfig
 from headrace.text.tokenizer import Tokenizer
@@ -283,3 +286,33 @@ def test_the_progress_of_a_prompt_and_the_choice_of_a_model(chromium: Any, token
         [conversation] = kept(page)
         assert (conversation["model"], conversation["system"]) == ("another", "Be brief.")
         assert len(conversation["messages"][1]["promptIds"]) > 1200 + len("Be brief.")
+
+
+def test_a_picture_is_sent_and_stays_in_the_conversation(chromium: Any, tmp_path: Path) -> None:
+    picture_model.write(tmp_path / "model")
+    (tmp_path / "spots.png").write_bytes(png(noisy(1, 1800, 900)))
+    (tmp_path / "note.txt").write_text("A note.")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    with serve(str(tmp_path / "model")) as served, browser.watched_page(chromium, served.url) as page:
+        page.goto("/")
+        ready(page)
+        files = [tmp_path / "spots.png", tmp_path / "note.txt", tmp_path / "broken.png"]
+        page.locator("input[type=file]").set_input_files(files)
+        page.get_by_text("broken.png is no picture").wait_for()
+        page.locator(".composer img[alt='spots.png']").wait_for()
+        page.get_by_label("Message").fill("What is it?")
+        set_knobs(page, max_tokens=4)
+        page.get_by_role("button", name="Send", exact=True).click()
+        assert ended(page, 1).locator("[role=alert]").count() == 0
+        # Made smaller by the page: a browser keeps no large pictures.
+        assert page.evaluate("document.querySelector('.question img').naturalWidth") == 1536
+        assert browser.violations(page) == []
+        assert not browser.is_wider_than_the_screen(page)
+        [conversation] = kept(page)
+        [picture, note] = conversation["messages"][0]["attachments"]
+        assert picture["image"].startswith("data:image/jpeg;base64,")
+        assert note["text"] == "A note."
+        usage = conversation["messages"][1]["usage"]
+        assert usage["prompt_tokens"] > 40  # the rows of seven tiles are 28 of them
+        page.reload()
+        page.locator(".question img[alt='spots.png']").wait_for()

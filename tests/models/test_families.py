@@ -118,7 +118,7 @@ def test_a_text_below_a_prefix_is_found_and_towers_are_left_out(
     nested = rewritten(mixture, tmp_path / "nested", nest)
     with caplog.at_level(logging.INFO):
         assert torch.equal(logits_of(nested), logits_of(mixture))
-    assert "2 tensors of towers for images or sound are left out" in caplog.text
+    assert "2 tensors belong to towers" in caplog.text
 
 
 TOWERS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import (
     CLIPVisionConfig,
     Idefics3VisionConfig,
     InternVLVisionConfig,
+    Llama4VisionConfig,
     PixtralVisionConfig,
     SiglipVisionConfig,
     SmolVLMVisionConfig,
@@ -31,9 +34,12 @@ KINDS: dict[tuple[str, str], Any] = {
     ("llava", "clip_vision_model"): CLIPVisionConfig,
     ("llava", "siglip_vision_model"): SiglipVisionConfig,
     ("llava", "pixtral"): PixtralVisionConfig,
+    ("llama4", "llama4_vision_model"): Llama4VisionConfig,
 }
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
-WORDS = ["<img>", "</img>", "<IMG_CONTEXT>", "<image>", *PIXTRAL]
+IDEFICS = ["<image>", "<fake_token_around_image>"]
+LLAMA4 = ["<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"]
+WORDS = ["<img>", "</img>", "<IMG_CONTEXT>", *IDEFICS, *PIXTRAL, *LLAMA4]
 
 
 @pytest.mark.parametrize(("model_type", "vision"), KINDS)
@@ -58,8 +64,8 @@ def test_other_activations_than_those_of_the_tower_have_no_place() -> None:
         towers.kind_of({"model_type": "llava", "vision_config": {"model_type": "vit"}})
 
 
-def write(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> Path:
-    make_tokenizer(WORDS).save_pretrained(directory)
+def write(directory: Path, config: dict[str, Any], settings: dict[str, Any], words: Sequence[str] = WORDS) -> Path:
+    make_tokenizer(words).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return directory
@@ -79,6 +85,14 @@ def write(directory: Path, config: dict[str, Any], settings: dict[str, Any]) -> 
         ("llava", {}, {"size": {"shortest_edge": 224}}, "size is {'shortest_edge': 224}, expected the tower's"),
         ("mistral3", {}, {"size": {"longest_edge": 2049}}, "a longest_edge from 1 to 2048, 128 patches"),
         ("mistral3", {}, {"size": {"height": 56, "width": 56}}, "expected a longest_edge from 1"),
+        (
+            "idefics3",
+            {"patch_size": 14},
+            {"max_image_size": {"longest_edge": 126}},
+            "of 2 patches of 14 pixels",
+        ),
+        ("idefics3", {"patch_size": 14}, {"max_image_size": 13}, "max_image_size is 13, expected a longest_edge"),
+        ("llama4", {}, {"size": {"height": 336, "width": 336}}, "expected the tower's image_size, 448"),
         ("llava", {"model_type": "pixtral", "patch_size": 14}, {"size": {"longest_edge": 1793}}, "from 1 to 1792"),
     ],
 )
@@ -89,6 +103,14 @@ def test_settings_for_other_inputs_than_the_towers_are_refused(
     with pytest.raises(CheckpointError) as raised:
         Ours(tmp_path)
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("word", LLAMA4)
+def test_a_tokenizer_that_lacks_a_word_is_refused(word: str, tmp_path: Path) -> None:
+    config = {"model_type": "llama4", "vision_config": {"image_size": 56, "patch_size": 14}}
+    write(tmp_path, config, {"size": {"height": 56, "width": 56}}, [each for each in LLAMA4 if each != word])
+    with pytest.raises(CheckpointError, match=re.escape(f"the tokenizer lacks {word!r}")):
+        Ours(tmp_path)
 
 
 def test_pictures_that_are_not_read_have_no_form(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def save_random(model: Any, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+def save_random(model: Any, directory: Path) -> Any:
     """Give a model of transformers lively random weights, write it, and return it."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def save_random(model: Any, directory: Path, dtype: torch.dtype = torch.float32)
                 parameter.copy_(noise * 1.2 / math.sqrt(parameter[0].numel()))
             else:
                 parameter.copy_(parameter + 0.2 * noise)
-    model.eval().to(dtype).save_pretrained(directory)
+    model.eval().save_pretrained(directory)
     return model
 
 

@@ -63,7 +63,7 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
         kind = "bias" if match[3] else "weight"
         places_by_name |= {f"{match[1]}.{i}.{match[2]}.{kind}": Place(name, i) for i in range(shape[0])}
     if left:
-        logger.info("%d tensors of towers for images or sound are left out: headrace runs the text of this model", left)
+        logger.info("%d tensors belong to towers for pictures or sound and not to the text", left)
     return places_by_name
 
 

@@ -106,7 +106,7 @@ def test_a_name_that_resolves_to_the_own_machine(canary: Any, monkeypatch: pytes
         connected.append(address)
         return b""
 
-    monkeypatch.setattr(fetching, "_read", read)
+    monkeypatch.setattr(fetching, "read_reply", read)
     with asyncio.Runner(loop_factory=Loop) as runner:
         assert runner.run(fetch("http://rebind.example/a", "image", ["rebind.example"])) == b""
         with pytest.raises(RequestError, match="addresses are public"):

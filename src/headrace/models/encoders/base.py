@@ -17,7 +17,7 @@ from headrace.models import Model
 from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
 from headrace.models.encoders.head import Head, dense, labels
-from headrace.models.rope import make_rope_table
+from headrace.models.rope import make_rope_table, pair_order
 from headrace.models.unread import verify
 from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
@@ -86,7 +86,8 @@ class LayerNorm:
 class Attention:
     """Attention over the whole text, or `window` positions to each side (Beltagy et al. 2020). `names`: of the layers
     q, k and v, or of one layer that has all three. out_bias: of the last layer, where it is not as the others.
-    by_distance: biases of the scores (`Scoring.bias`)."""
+    paired: numbers 2i and 2i + 1 of a head turn together in the checkpoint. by_distance: biases of the scores
+    (`Scoring.bias`)."""
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class Attention:
         *,
         bias: bool = True,
         out_bias: bool | None = None,
+        paired: bool = False,
         window: int | None = None,
         rope_table: RopeTable | None = None,
         by_distance: Array | None = None,
@@ -108,7 +110,9 @@ class Attention:
         scale, window = self.heads.head_dim**-0.5, None if window is None else window + 1
         self.scoring = Scoring(scale, window, ahead=ahead, bias=by_distance)
         outs = [width] * 3 if len(names) == 3 else [3 * width]
-        self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, cut=self.heads))
+        pairs = pair_order(width, self.heads.head_dim, self.heads.head_dim) if paired else None
+        orders = [pairs, pairs, None] if paired else ()
+        self.qkv = model.weights.matrix(Linear(list(names), width, outs, bias=bias, orders=orders, cut=self.heads))
         self.out = model.weights.matrix(Linear([out], width, [width], bias=bias if out_bias is None else out_bias))
 
     def inputs(self, x: Array) -> Array:

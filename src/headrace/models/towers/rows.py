@@ -30,7 +30,7 @@ MAX_KEPT = 256 * 2**20
 
 
 class Norm(Protocol):
-    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel. rounds: each step rounds to bfloat16."""
 
     @property
     def scale(self) -> float: ...
@@ -38,6 +38,8 @@ class Norm(Protocol):
     def mean(self) -> Sequence[float]: ...
     @property
     def deviation(self) -> Sequence[float]: ...
+    @property
+    def rounds(self) -> bool: ...
 
 
 class PictureRows:
@@ -57,11 +59,13 @@ class PictureRows:
         self._connectors = [backend.program(connector, connecting) for connector in connectors]
         self._known: OrderedDict[str, F32] = OrderedDict()
         self._num_bytes = 0
+        self.num_computed = 0
 
     def features(self, picture: Picture) -> F32:
         known = self._known.pop(picture.digest, None)
         if known is None:
             known = self._computed(picture)
+            self.num_computed += 1
             self._num_bytes += known.nbytes
         self._known[picture.digest] = known
         while self._num_bytes > MAX_KEPT and len(self._known) > 1:
@@ -140,11 +144,18 @@ def hidden_states(program: Program, chunks: Chunks, features: F32) -> F32:
 
 def normalised(pixels: NDArray[np.uint8], norm: Norm) -> F32:
     """pixels [height, width, 3] -> (pixels * scale - mean) / deviation, as the processors compute them."""
+    mean, deviation = (np.array(numbers, np.float32) for numbers in (norm.mean, norm.deviation))
+    if norm.rounds:
+        scaled = rounded(pixels.astype(np.float32) * np.float32(norm.scale))
+        return rounded(rounded(scaled - rounded(mean)) / rounded(deviation))
     scaled = (pixels.astype(np.float64) * norm.scale).astype(np.float32)
-    mean: F32 = np.asarray(norm.mean, np.float32)
-    deviation: F32 = np.asarray(norm.deviation, np.float32)
-    numbers: F32 = np.divide(scaled - mean, deviation)
-    return numbers
+    return (scaled - mean) / deviation
+
+
+def rounded(numbers: F32) -> F32:
+    """Return the nearest numbers of bfloat16, of equally near ones the even one."""
+    words = np.ascontiguousarray(numbers).view(np.uint32)
+    return (words + (0x7FFF + (words >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
 
 def turned(positions: NDArray[np.int64], pictures: Sequence[Picture], side: int) -> NDArray[np.int64]:

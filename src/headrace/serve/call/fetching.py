@@ -38,7 +38,7 @@ async def fetch(url: str, field: str, domains: Sequence[str]) -> bytes:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             address = await _address(host, place.port or PORTS[place.scheme], field)
-            return await _read(place, address, field)
+            return await read_reply(place, address, field)
     except TimeoutError:
         raise RequestError(field, host, f"a picture that comes within {TIMEOUT_S:g} s") from None
     except (httpx.HTTPError, OSError) as error:
@@ -64,7 +64,7 @@ def is_public(address: str) -> bool:
     return number.is_global and not number.is_multicast and not (number.version == 6 and number in TRANSLATED)
 
 
-async def _read(place: httpx.URL, address: str, field: str) -> bytes:
+async def read_reply(place: httpx.URL, address: str, field: str) -> bytes:
     literal = f"[{address}]" if ":" in address else address
     async with (
         httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT_S) as client,

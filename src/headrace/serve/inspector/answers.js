@@ -82,9 +82,9 @@ function count(answer, ids) {
   answer.bins[bin] += ids.length;
 }
 
-/** A question as the model reads it: its documents, and then the text. */
+/** A question's text as the model reads it: its documents, and then the text. */
 export function textOfQuestion({ content, attachments = [] }) {
-  const documents = attachments.map(({ name, text }) => {
+  const documents = attachments.filter(({ image }) => !image).map(({ name, text }) => {
     // Longer than any fence within.
     const fence = "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length + 1)));
     return `${name}:\n${fence}\n${text}\n${fence}`;
@@ -92,12 +92,20 @@ export function textOfQuestion({ content, attachments = [] }) {
   return [...documents, content].filter(Boolean).join("\n\n");
 }
 
+/** A question as the model reads it: its pictures, if there are any, and then the text. */
+function contentOf(message) {
+  const pictures = (message.attachments ?? []).filter(({ image }) => image);
+  const text = textOfQuestion(message);
+  if (!pictures.length) return text;
+  return [...pictures.map(({ image }) => ({ type: "image_url", image_url: { url: image } })), ...(text ? [{ type: "text", text }] : [])];
+}
+
 /** Return the messages of a request for the next answer of a conversation. Those that do not fit, and failures, are left out. */
 export function requestOf(messages) {
   const kept = messages.filter(({ role, content, calls, isLeftOut }) => !isLeftOut && (role !== "assistant" || content || calls.length));
   return kept.map((message) => {
     const { role, content, calls, callId } = message;
-    if (role === "user") return { role, content: textOfQuestion(message) };
+    if (role === "user") return { role, content: contentOf(message) };
     if (role === "tool") return { role, content, tool_call_id: callId };
     const tool_calls = calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
     return { role, content, ...(calls.length ? { tool_calls } : {}) };

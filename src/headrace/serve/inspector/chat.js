@@ -184,7 +184,10 @@ export function Chat() {
   };
   const actionsOf = (message) => {
     if (isBusy || message !== answered) return null;
-    return { ...(message === last ? { again, take: takeOrFail } : {}), ...(message.calls.length ? { result: give } : {}) };
+    // A token is taken in a prompt of ids, which holds no pictures.
+    const hasPictures = messages.some(({ attachments }) => attachments?.some(({ image }) => image));
+    const further = message === last ? { again, ...(hasPictures ? {} : { take: takeOrFail }) } : {};
+    return { ...further, ...(message.calls.length ? { result: give } : {}) };
   };
   const shown = (message, i) => {
     if (message.role === "tool") return html`<${Result} key=${`${current.id} ${i}`} message=${message} name=${calls.get(message.callId) ?? "a tool"} />`;

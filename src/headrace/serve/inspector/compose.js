@@ -5,8 +5,27 @@ import { Documents } from "./messages.js";
 
 const MAX_FILE_BYTES = 2 ** 20;
 
-/** Return a file as a document {name, text}. Throws for one that is too large, or no text. */
+const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+const MAX_SIDE = 1536;
+
+/** Return a picture as {name, text, image}: a JPEG of at most `MAX_SIDE` on a side, on white, as a data URL. */
+async function pictureOf(file) {
+  const bitmap = await createImageBitmap(file).catch(() => {
+    throw new Error(`${file.name} is no picture that this browser can read`);
+  });
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return { name: file.name || "picture", text: "", image: canvas.toDataURL("image/jpeg", 0.92) };
+}
+
+/** Return a file as a document {name, text}, or as a picture. Throws for one that is too large, or no text. */
 async function documentOf(file) {
+  if (PICTURES.includes(file.type)) return pictureOf(file);
   if (file.size > MAX_FILE_BYTES) throw new Error(`${file.name} has ${bytes(file.size)}; a file may have ${bytes(MAX_FILE_BYTES)}`);
   try {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
@@ -65,7 +84,7 @@ export function Composer({ isReady, isBusy, onSend, onStop, onEditLast }) {
     <input ref=${chooser} type="file" multiple hidden aria-label="Files" onChange=${(event) => {
       add(event.target.files).then(() => (chooser.current.value = ""));
     }} />
-    <button type="button" title="Attach text files, or drop them on the page" onClick=${() => chooser.current.click()}>Attach</button>
+    <button type="button" title="Attach pictures or text files, or drop them on the page" onClick=${() => chooser.current.click()}>Attach</button>
     <label><span class="hidden">Message</span>
       <textarea ref=${field} rows="2" placeholder="Message; Enter sends" onKeyDown=${press} onPaste=${paste} autofocus /></label>
     <button disabled=${isBusy || !isReady}>Send</button>

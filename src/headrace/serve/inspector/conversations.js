@@ -6,7 +6,7 @@ import { newAnswer, textOfQuestion } from "./answers.js";
 const PREFIX = "headrace.conversation.";
 
 /** `system` is the system prompt, `tools` the JSON of the tools that the model may call, `knobs` has the values of `settings.js`,
- * as texts. A message is a question {role: "user", content, attachments: [{name, text}]}, an answer as in `answers.js`, or
+ * as texts. A message is a question {role: "user", content, attachments: [{name, text, image}]}, an answer as in `answers.js`, or
  * the result of a tool {role: "tool", content, callId}. */
 export function newConversation(like) {
   const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
@@ -29,7 +29,7 @@ const ANSWER = {
   explain: orNull({ latency: 0, split: "", sentences: [""], parts: [{ name: "", seconds: 0 }], prefix_cache: [{ num_cached_tokens: 0, sentence: "" }] }),
 };
 const FORMS = {
-  assistant: ANSWER, tool: { content: "", callId: "" }, user: { content: "", isLeftOut: orNone(false), attachments: orNone([{ name: "", text: "" }]) },
+  assistant: ANSWER, tool: { content: "", callId: "" }, user: { content: "", isLeftOut: orNone(false), attachments: orNone([{ name: "", text: "", image: orNone("") }]) },
 };
 const CONVERSATION = { ...newConversation(), knobs: mapOf(""), messages: [(value) => isObject(value) && Object.hasOwn(FORMS, value.role) && fits(value, FORMS[value.role])] };
 

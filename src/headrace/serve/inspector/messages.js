@@ -97,8 +97,8 @@ export function Answer({ answer, model, limit, actions, given }) {
   </article>`;
 }
 
-export const Documents = ({ of, onRemove }) => html`<ul class="documents">${of.map(({ name, text }, i) => html`<li key=${i}>
-  <details><summary>${name}, ${bytes(new Blob([text]).size)}</summary><pre tabindex="0" role="region" aria-label=${name}>${text}</pre></details>
+export const Documents = ({ of, onRemove }) => html`<ul class="documents">${of.map(({ name, text, image }, i) => html`<li key=${i}>
+  ${image ? html`<img src=${image} alt=${name} />` : html`<details><summary>${name}, ${bytes(new Blob([text]).size)}</summary><pre tabindex="0" role="region" aria-label=${name}>${text}</pre></details>`}
   ${onRemove && html`<button type="button" aria-label=${`Take ${name} out`} onClick=${() => onRemove(i)}>✕</button>`}</li>`)}</ul>`;
 
 /** A question. `onEdit(isEdited)` opens it for a change, `onResend(text)` sends it again. */

@@ -7,6 +7,7 @@ their filters decide the numbers, so they are the processor's own. Knows no mode
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -235,6 +236,46 @@ def qwen(image: Image, settings: Settings) -> Tiles:
     return Tiles([image.resize((new[1], new[0]), settings.filter(BICUBIC))])
 
 
+def llama4(image: Image, settings: Settings) -> Tiles:
+    """Tiles of the canvas that lets the picture grow least, or shrink least, which lies in its upper left; and the
+    whole picture, as small as a tile."""
+    from PIL import Image as images
+
+    tile, resample = settings.integer("size", "height", default=336), settings.filter(BILINEAR)
+    most, largest = (
+        settings.integer("max_patches", default=16, high=MAX_TILES),
+        settings.flag("resize_to_max_canvas", False),
+    )
+    lines, columns = _best_canvas(*image.size, tile, most, largest)
+    canvas = images.new("RGB", (columns * tile, lines * tile))
+    # A picture does not grow beyond a tile.
+    bounds = [side if largest else min(max(had, tile), side) for had, side in zip(image.size, canvas.size, strict=True)]
+    canvas.paste(image.resize(_within(*image.size, bounds[0], bounds[1]), resample))
+    if lines * columns == 1:
+        return Tiles([canvas])
+    return Tiles([*tiles_of(canvas, tile), image.resize((tile, tile), resample)], lines, columns)
+
+
+def _best_canvas(width: int, height: int, tile: int, most: int, largest: bool) -> tuple[int, int]:
+    """Return the lines and columns of tiles. The processor compares numbers of single precision."""
+    scales = {}
+    for lines in range(1, most + 1):
+        for columns in range(1, most // lines + 1):
+            across, down = array("f", [columns * tile / width, lines * tile / height])
+            scales[lines, columns] = min(across, down)
+    grown = [scale for scale in scales.values() if scale >= 1]
+    best = max(scales.values()) if not grown else max(grown) if largest else min(grown)
+    return min((grid for grid, scale in scales.items() if scale == best), key=lambda grid: grid[0] * grid[1])
+
+
+def _within(width: int, height: int, most_across: int, most_down: int) -> tuple[int, int]:
+    """Return the size of a picture that reaches one of two bounds."""
+    across, down = most_across / width, most_down / height
+    if across < down:
+        return most_across, max(1, min(math.floor(height * across), most_down))
+    return max(1, min(math.floor(width * down), most_across)), most_down
+
+
 CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "idefics3": idefics3,
     "smolvlm": idefics3,
@@ -242,6 +283,7 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "mistral3": pixtral,
     "pixtral": pixtral,
     "llava": llava,
+    "llama4": llama4,
     "qwen2_5_vl": qwen,
     "qwen3_vl": qwen,
     "qwen3_vl_moe": qwen,

@@ -32,6 +32,7 @@ class Words(NamedTuple):
     begin: str = ""
     end: str = ""
     line_end: str = ""
+    between: str = ""
 
 
 class PictureForm(NamedTuple):
@@ -76,6 +77,12 @@ def _lines(form: PictureForm, grid: Grid) -> str:
     return words.line_end.join(lines) + words.end
 
 
+def _llama4(form: PictureForm, grid: Grid) -> str:
+    words, rows = form.words, form.words.token * form.rows_of(*grid.sizes[-1])
+    line = words.between.join([rows] * grid.columns) + words.line_end
+    return words.begin + line * grid.lines + words.mark + rows + words.end
+
+
 TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -83,6 +90,7 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "mistral3": _lines,
     "pixtral": _lines,
     "llava": _one_run,
+    "llama4": _llama4,
     "qwen2_5_vl": _one_run,
     "qwen3_vl": _one_run,
     "qwen3_vl_moe": _one_run,
@@ -98,15 +106,18 @@ WORDS = {
     "mistral3": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "pixtral": Words("[IMG]", "[IMG]", "", "[IMG_END]", "[IMG_BREAK]"),
     "llava": Words("<image>", "<image>"),
+    "llama4": Words(
+        "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>", "<|tile_x_separator|>"
+    ),
 }
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose template writes what stands around a picture's rows."""
 WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 
-PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "qwen2_5_vl": 14}
+PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "llama4": 14, "qwen2_5_vl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
-SIDES = {"internvl": 448, "llava": 224}
+SIDES = {"internvl": 448, "llava": 224, "llama4": 448}
 """Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
 LONGEST, MAX_PATCHES = ("mistral3", "pixtral"), 128
 """Families whose towers take all sizes, and the patches of a side that these take at most."""
@@ -141,14 +152,16 @@ def read_form(directory: Path, tokenizer: Texts) -> PictureForm | None:
         merge = _number(tower, "spatial_merge_size", 2)
         settings = settings | {"patch_size": patch, "merge_size": merge}
         return PictureForm(family, settings, words, patch, merge)
-    if family == "internvl":
-        ratio = values.get("downsample_ratio", 0.5)
+    if family in ("internvl", "llama4"):
+        ratio = tower.get("pixel_shuffle_ratio", 0.5) if family == "llama4" else values.get("downsample_ratio", 0.5)
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
     elif family in ("llava", "pixtral"):
         merge = 1
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
     _verify_sizes(family, settings, tower, patch)
+    if family in ("idefics3", "smolvlm"):
+        _verify_tile(settings, patch, merge)
     if family in ("mistral3", "pixtral"):
         settings = settings | {"patch_size": {"height": patch * merge, "width": patch * merge}}
     return PictureForm(family, settings, words, patch, merge)
@@ -177,6 +190,17 @@ def _verify_sizes(family: str, settings: Mapping[str, Any], tower: Mapping[str, 
             )
 
 
+def _verify_tile(settings: Mapping[str, Any], patch: int, merge: int) -> None:
+    """Raises `CheckpointError` for tiles whose patches cannot be joined."""
+    stated = settings.get("max_image_size", {})
+    tile = stated.get("longest_edge", 364) if isinstance(stated, Mapping) else stated
+    if type(tile) is not int or not patch * merge <= tile <= MAX_NUMBER or tile // patch % merge:
+        raise CheckpointError(
+            f"preprocessor_config.json: max_image_size is {stated!r:.80}, expected a longest_edge of a multiple of "
+            f"{merge} patches of {patch} pixels"
+        )
+
+
 def _number(values: Mapping[str, Any], name: str, default: int) -> int:
     """Return a number of config.json that may be written as a pair of equal ones."""
     value = values.get(name, default)
@@ -201,11 +225,12 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 class Norm(NamedTuple):
-    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel."""
+    """The numbers of pixels: (pixel * scale - mean) / deviation, by channel. rounds: each step rounds to bfloat16."""
 
     scale: float
     mean: Sequence[float]
     deviation: Sequence[float]
+    rounds: bool = False
 
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
@@ -219,4 +244,6 @@ def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     for name, values in (("image_mean", mean), ("image_std", deviation), ("rescale_factor", [scale] * 3)):
         if len(values) != 3 or not all(isinstance(each, int | float) and 0 <= each < 1e4 for each in values):
             raise CheckpointError(f"preprocessor_config.json: {name} is {values!r:.80}, expected positive numbers")
-    return Norm(float(scale) if settings.get("do_rescale", True) else 1.0, mean, deviation)
+    is_scaled = settings.get("do_rescale", True)
+    rounds = family == "llama4" and is_scaled and settings.get("do_normalize", True)
+    return Norm(float(scale) if is_scaled else 1.0, mean, deviation, rounds)
