@@ -341,6 +341,12 @@ def test_sizes_are_those_of_the_processor() -> None:
     [
         ((2010, 10), {}, "expected sides of at most 200 to 1"),
         ((30, 28), {"do_resize": False}, "30 x 28 pixels, expected multiples of 28"),
+        (
+            (600, 400),
+            {"do_resize": False, "patch_size": 2},
+            "600 x 400 pixels, expected at most 16384 patches of 2 x 2",
+        ),
+        ((60, 40), {"size": {"shortest_edge": 2**24}}, "pixels, expected at most 16384 patches of 14 x 14"),
         ((30, 28), {"size": {"shortest_edge": 0}}, "size.shortest_edge is 0"),
         ((30, 28), {"max_pixels": "all"}, "max_pixels is 'all'"),
     ],

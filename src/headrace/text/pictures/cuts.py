@@ -222,10 +222,19 @@ def qwen(image: Image, settings: Settings) -> Tiles:
     width, height = image.size
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ValueError(f"{width} x {height} pixels, expected sides of at most {MAX_RATIO} to 1")
-    if not settings.flag("do_resize", True):
-        if width % side or height % side:
-            raise ValueError(f"{width} x {height} pixels, expected multiples of {side}")
-        return Tiles([image])
+    resizes, new = settings.flag("do_resize", True), [height, width]
+    if not resizes and (width % side or height % side):
+        raise ValueError(f"{width} x {height} pixels, expected multiples of {side}")
+    if resizes:
+        new = _qwen_size(height, width, side, least, most)
+    if new[0] * new[1] > MAX_QWEN_PATCHES * patch**2:
+        raise ValueError(
+            f"{new[1]} x {new[0]} pixels, expected at most {MAX_QWEN_PATCHES} patches of {patch} x {patch}"
+        )
+    return Tiles([image.resize((new[1], new[0]), settings.filter(BICUBIC)) if resizes else image])
+
+
+def _qwen_size(height: int, width: int, side: int, least: int, most: int) -> list[int]:
     new = [round(size / side) * side for size in (height, width)]
     if new[0] * new[1] > most:
         beta = math.sqrt(height * width / most)
@@ -233,7 +242,7 @@ def qwen(image: Image, settings: Settings) -> Tiles:
     elif new[0] * new[1] < least:
         beta = math.sqrt(least / (height * width))
         new = [math.ceil(size * beta / side) * side for size in (height, width)]
-    return Tiles([image.resize((new[1], new[0]), settings.filter(BICUBIC))])
+    return new
 
 
 def llama4(image: Image, settings: Settings) -> Tiles:
