@@ -41,7 +41,7 @@ BOUNDS = {
 }
 """Of the single numbers of `EngineInfo`: far above those of any model, and below those at which a list of that length
 would be a fault."""
-TEXTS = ("model", "dtype", "kv_cache_dtype", "quantization", "activations", "backend", "device", "version")
+TEXTS = ("model", "dtype", "kv_cache_dtype", "quantization", "activations", "backend", "device", "version", "pictures")
 
 
 def check(loaded: Loaded) -> None:
