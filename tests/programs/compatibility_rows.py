@@ -30,6 +30,8 @@ FILES = {  # shorter names of the files below
     "gguf encoders": "tests/formats/gguf/test_encoders.py",
     "gguf tokenizers": "tests/formats/gguf/test_tokenizer.py",
     "encoders": "tests/models/test_encoders.py",
+    "sparse": "tests/models/test_sparse.py",
+    "served sparse": "tests/serve/test_sparse.py",
     "jina": "tests/models/test_jina.py",
     "served encoders": "tests/serve/test_encoders.py",
     "classes": "tests/serve/test_classifiers.py",
@@ -242,59 +244,6 @@ APIS = (
         "`/v1/embeddings`, `/v1/score`, `/v1/rerank`: pooled decoder states",
         ("embeddings:test_all_forms_of_input_are_one_vector", "embeddings:test_score_and_rerank"),
     ),
-    Row(
-        "sentence-transformers: Pooling, Dense, Normalize",
-        "partly",
-        "all six kinds of pooling, or several side by side; layers in sequence; length one where the files say so",
-        (
-            "sentences:test_a_layer_behind_the_pooling",
-            "sentences:test_kinds_of_pooling_and_several_side_by_side",
-            "sentences:test_vectors_have_length_one_where_the_files_say_so",
-            "sentences:test_layers_that_are_not_computed_are_refused",
-        ),
-    ),
-    Row(
-        "encoders as GGUF files",
-        "partly",
-        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; cuda by its twins",
-        (
-            "gguf encoders:test_floats_have_the_bits_of_safetensors",
-            "gguf encoders:test_blocks_are_near_the_floats",
-            "gguf encoders:test_the_files_kind_of_pooling",
-            "gguf encoders:test_embeddinggemma_with_its_layers_behind_the_pooling",
-            "gguf tokenizers:test_unigrams_are_those_of_sentencepiece",
-        ),
-    ),
-    Row(
-        "Qwen3-Embedding",
-        "yes",
-        "the last token's vector, the instruction as the prompt `query`; weights without an output head",
-        (
-            "sentences:test_a_decoder_with_the_files_of_qwen3_embedding",
-            "sentences:test_weights_without_a_head_are_refused_where_no_file_speaks_of_vectors",
-        ),
-    ),
-    Row(
-        "embeddinggemma",
-        "partly",
-        "gemma3_text with use_bidirectional_attention; cuda by its twins",
-        (
-            "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
-            "encoders:test_gemmas_vectors_by_packed_weights",
-        ),
-    ),
-    Row(
-        "sentence-transformers: prompts, likeness, truncate_dim",
-        "yes",
-        "`prompt_name` and `input_type` of `/v1/embeddings`, `LLM.embed(prompt_name=...)`; cosine and dot",
-        (
-            "sentences:test_prompts_are_put_before_texts",
-            "sentences:test_likeness_as_the_files_have_it",
-            "sentences:test_the_files_cut_vectors",
-        ),
-    ),
-    Row("rerankers", "yes", "cpu and torch_ref", ("classes:test_a_cross_encoder_scores_pairs_at_every_door",)),
-    Row("classifiers", "yes", "cpu and torch_ref", ("classes:test_a_classifier_names_classes_at_every_door",)),
     Row("TEI", "partly", "one vector a text", ("classes:test_a_clients_own_library_reads_the_classes",)),
     Row(
         "files and batches",

@@ -14,7 +14,7 @@ from headrace.checkpoint.gguf_encoders import layers_behind
 from headrace.checkpoint.mapped import MappedCheckpoint
 from headrace.models.encoders.head import Dense, dense
 from headrace.protocol.errors import CheckpointError
-from headrace.protocol.step import POOLINGS, Pooling, VectorForm
+from headrace.protocol.step import POOLINGS, SPARSE_POOLINGS, Pooling, VectorForm
 
 KINDS: dict[object, Pooling] = {"lasttoken" if kind == "last" else kind: kind for kind in POOLINGS}
 """Kinds of pooling by sentence-transformers' names."""
@@ -41,17 +41,27 @@ MAX_PROMPTS = 1000
 NO_FORM = VectorForm()
 
 
+class WordForm(NamedTuple):
+    """SPLADE's weights of words, as `models.encoders.head.WordWeights` has them."""
+
+    sums: bool
+    num_logs: int
+
+
 class SentenceFiles(NamedTuple):
     """pooling: "" where the files name none. max_length: the most tokens of a text; None for the model's own. layers:
-    behind the pooling."""
+    behind the pooling. words: of a model whose vectors are weights of words."""
 
     pooling: Pooling = ""
     max_length: int | None = None
     layers: tuple[Dense, ...] = ()
     form: VectorForm = NO_FORM
+    words: WordForm | None = None
 
-    def width(self, hidden_size: int) -> int:
+    def width(self, hidden_size: int, vocab_size: int) -> int:
         """Return the count of numbers in a vector of a model with rows of `hidden_size`."""
+        if self.words is not None:
+            return vocab_size
         return len(self.layers[-1].weight) if self.layers else self.pooled_width(hidden_size)
 
     def pooled_width(self, hidden_size: int) -> int:
@@ -71,29 +81,36 @@ def read_sentence_files(directory: Path) -> SentenceFiles:
     if not (directory / "modules.json").is_file():
         return SentenceFiles(form=_form(directory))
     pooling: Pooling = ""
+    words: WordForm | None = None
     with_prompt, normalize = True, False
     layers: list[Dense] = []
-    for module in _modules(directory):
-        kind = str(module.get("type", "")).rpartition(".")[2]
+    modules = [(str(each.get("type", "")).rpartition(".")[2], each) for each in _modules(directory)]
+    for kind, module in modules:
         folder = _folder(directory, module)
         if kind == "Pooling" and not pooling and not normalize:
             pooling, with_prompt = _pooling(folder / "config.json")
-        elif kind == "Dense" and pooling and not normalize:
+        elif kind == "Dense" and pooling and words is None and not normalize:
             layers.append(_dense(folder, len(layers[-1].weight) if layers else None))
         elif kind == "Normalize":
             normalize = True
+        elif kind == "SpladePooling" and modules[0][0] in _word_models(directory) and not pooling and not normalize:
+            words = _words(folder / "config.json")
+            pooling = SPARSE_POOLINGS[words.sums]
+        elif kind == "MLMTransformer" and any(each == "SpladePooling" for each, _ in modules):
+            pass
         elif kind not in ("Transformer", "Dropout"):
             raise CheckpointError(
                 f"{directory / 'modules.json'}: a module {kind:.80}, expected Transformer, Pooling, Dense and "
-                "Normalize in this order: without it the vectors would be others"
+                "Normalize in this order, or MLMTransformer and SpladePooling: the vectors would be others"
             )
-    form = _form(directory, normalize, bool(layers) or "+" in pooling)
+    one_kind = bool(layers) or "+" in pooling or words is not None
+    form = _form(directory, normalize, one_kind, "cosine" if words is None else "dot")
     if not with_prompt and pooling not in ("", "last", "cls") and any(form.prompts.values()):
         raise CheckpointError(
             f"{directory / 'modules.json'}: the pooling has include_prompt false, expected true where the files have "
             "prompts: the rows of a prompt are pooled here"
         )
-    return SentenceFiles(pooling, _max_length(directory), tuple(layers), form)
+    return SentenceFiles(pooling, _max_length(directory), tuple(layers), form, words)
 
 
 def _gguf_pooling(file: gguf.GGUF) -> Pooling:
@@ -135,6 +152,25 @@ def _pooling(path: Path) -> tuple[Pooling, bool]:
     return "+".join(KINDS[each] for each in named), values.get("include_prompt") is not False
 
 
+def _word_models(directory: Path) -> tuple[str, ...]:
+    """Return the kinds of modules that give the logits of words: newer files name the model's task beside it."""
+    path = directory / "sentence_bert_config.json"
+    values = foreign.read_object(path, foreign.TABLE) if path.is_file() else {}
+    fills = values.get("transformer_task") == "fill-mask"
+    return ("MLMTransformer", "Transformer") if fills else ("MLMTransformer",)
+
+
+def _words(path: Path) -> WordForm:
+    values = foreign.read_object(path, foreign.TABLE)
+    chosen = []
+    for key, known in (("pooling_strategy", ("max", "sum")), ("activation_function", ("relu", "log1p_relu"))):
+        stated = values.get(key, known[0])
+        if stated not in known:
+            raise CheckpointError(f"{path}: {key} is {stated!r:.80}, expected {' or '.join(known)}")
+        chosen.append(known.index(stated))
+    return WordForm(bool(chosen[0]), 1 + chosen[1])
+
+
 def _dense(folder: Path, width: int | None) -> Dense:
     """Read a layer behind the pooling. width: of the layer before it."""
     path = folder / "config.json"
@@ -172,7 +208,9 @@ def _max_length(directory: Path) -> int | None:
     return length
 
 
-def _form(directory: Path, normalize: bool = True, one_kind: bool = False) -> VectorForm:
+def _form(
+    directory: Path, normalize: bool = True, one_kind: bool = False, usual_likeness: str = "cosine"
+) -> VectorForm:
     path = directory / "config_sentence_transformers.json"
     values = foreign.read_object(path, foreign.TABLE) if path.is_file() else {}
     prompts = values.get("prompts") or {}
@@ -186,10 +224,14 @@ def _form(directory: Path, normalize: bool = True, one_kind: bool = False) -> Ve
     if default is not None and default not in prompts:
         known = ", ".join(prompts) or "none: there are no prompts"
         raise CheckpointError(f"{path}: default_prompt_name is {default!r:.80}, expected one of {known:.1000}")
-    likeness = values.get("similarity_fn_name") or "cosine"
+    likeness = values.get("similarity_fn_name") or usual_likeness
     if likeness not in ("cosine", "dot", "dot_score"):
         raise CheckpointError(
             f"{path}: similarity_fn_name is {likeness!r:.80}, expected cosine or dot: other likenesses are not computed"
+        )
+    if values.get("max_active_dims") is not None:
+        raise CheckpointError(
+            f"{path}: max_active_dims is {values['max_active_dims']!r:.80}, expected none: all weights are given here"
         )
     cut = None if values.get("truncate_dim") is None else _size(path, values, "truncate_dim")
     return VectorForm(prompts, default or "", normalize, likeness == "cosine", cut, one_kind)

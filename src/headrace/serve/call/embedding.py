@@ -15,7 +15,17 @@ from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Pooling
 from headrace.text.inputs import Prompt, RequestOptions
 from headrace.text.outputs import RequestState
-from headrace.text.vectors import EMBEDDING_PARAMS, check_form, finished, prompted, token_form, token_rows
+from headrace.text.vectors import (
+    EMBEDDING_PARAMS,
+    WordWeights,
+    check_form,
+    check_sparse,
+    finished,
+    prompted,
+    token_form,
+    token_rows,
+    word_weights,
+)
 
 
 class Vectors(NamedTuple):
@@ -69,6 +79,12 @@ async def vectors(
 ) -> Vectors:
     """Return the vectors of texts or lists of token ids. `field` names them in a `RequestError`."""
     form = check_form(options.pooling, options.dimensions, options.normalize, front.info)
+    if form.is_sparse and len(texts) * form.width > (most := int(bounds.BOUNDS["row_numbers"].high)):
+        bound = (
+            f"of at most {most // form.width} texts: a vector has {form.width} numbers, and a call {most}; "
+            "/embed_sparse gives those that are not 0"
+        )
+        raise RequestError(field, len(texts), bound)
     prompts = await prompt_list(front, prompted(texts, options.prompt_name, front.info), options, field)
     states = await pooled(front, prompts, form.pooling, options)
 
@@ -77,6 +93,20 @@ async def vectors(
 
     rows = await off_loop(sum(len(state.pooled) for state in states), finish)
     return Vectors(rows, sum(map(len, prompts)), [state.request.request_id for state in states])
+
+
+async def sparse_vectors(
+    front: TextClient, texts: Sequence[Prompt], options: VectorOptions, field: str
+) -> tuple[list[WordWeights], list[str]]:
+    """Return the numbers that are not 0 of the vectors of texts, and the ids of their requests. Raises `RequestError`
+    for a model whose vectors are no weights of words."""
+    check_sparse(front.info)
+    form = check_form(None, None, options.normalize, front.info)
+    prompts = await prompt_list(front, prompted(texts, options.prompt_name, front.info), options, field)
+    states = await pooled(front, prompts, form.pooling, options)
+    size = sum(len(state.pooled) for state in states)
+    rows = await off_loop(size, lambda: [word_weights(state.pooled, form) for state in states])
+    return rows, [state.request.request_id for state in states]
 
 
 async def token_vectors(front: TextClient, texts: Sequence[Prompt], options: VectorOptions) -> TokenVectors:

@@ -1,23 +1,22 @@
 """Classes of texts, and scores of pairs, for every API that has them.
 
-A cross-encoder reads both texts of a pair at once; with any other model the score is the cosine of the angle between
-their vectors. Knows no requests and no replies.
+A cross-encoder reads both texts of a pair at once; with any other model the score is the likeness of their vectors
+(`text.likeness`). Knows no requests and no replies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from headrace.engine.generation import TextClient, off_loop
 from headrace.protocol.errors import RequestError
 from headrace.protocol.step import Activation
-from headrace.serve.call.embedding import VectorOptions, check_options, pooled, prompt_list, vectors
+from headrace.serve.call.embedding import VectorOptions, check_options, pooled, prompt_list
 from headrace.text.inputs import Prompt
+from headrace.text.likeness import Comparable, Comparison, Scoring, comparison, likeness
 from headrace.text.outputs import RequestState
-from headrace.text.vectors import activated, check_classes, check_reranker, likeness
-
-Scoring = Literal["cross-encoder", "cosine"]
+from headrace.text.vectors import activated, check_classes, check_reranker, prompted
 
 
 class ClassRows(NamedTuple):
@@ -47,6 +46,15 @@ class Scores(NamedTuple):
     def order(self) -> list[int]:
         """The pairs by their scores, the best first; of equal ones, the first of the request."""
         return sorted(range(len(self.values)), key=lambda i: (-self.values[i], i))
+
+
+class Compared(NamedTuple):
+    """What is compared of texts; `size` counts their numbers, `num_tokens` their tokens."""
+
+    texts: list[Comparable]
+    size: int
+    num_tokens: int
+    request_ids: list[str]
 
 
 class Fields(NamedTuple):
@@ -90,18 +98,26 @@ async def scores(
     if check_reranker(front.info) is None:
         if options.instruction:
             raise RequestError("instruction", options.instruction, "left out: this model has no pairs with one")
-        # Texts are compared by their angle, unless the model's files name the dot product.
-        options = options._replace(normalize=front.info.vectors.cosine or None)
-        first = await vectors(front, firsts, options, fields.first)
-        second = await vectors(front, seconds, options, fields.second)
-        rows = first.rows * len(seconds) if len(firsts) == 1 else first.rows
-        values = await off_loop(second.size, lambda: [likeness(a, b) for a, b in zip(rows, second.rows, strict=True)])
+        compare = comparison(options.pooling, front.info)
+        first = await _compared(front, firsts, compare, options, fields.first)
+        second = await _compared(front, seconds, compare, options, fields.second)
+        ones = first.texts * len(seconds) if len(firsts) == 1 else first.texts
+        values = await off_loop(second.size, lambda: [likeness(a, b) for a, b in zip(ones, second.texts, strict=True)])
         num_tokens = first.num_tokens + second.num_tokens
-        return Scores(values, "cosine", num_tokens, first.request_ids + second.request_ids)
-    ones = [*firsts] * (len(seconds) if len(firsts) == 1 else 1)
-    pairs = list(zip(ones, seconds, strict=True))
+        return Scores(values, compare.scoring, num_tokens, first.request_ids + second.request_ids)
+    pairs = list(zip([*firsts] * (len(seconds) if len(firsts) == 1 else 1), seconds, strict=True))
     rated = await class_rows(front, pairs, options, fields.second, use_activation=use_activation)
     return Scores([row[0] for row in rated.rows], "cross-encoder", rated.num_tokens, rated.request_ids)
+
+
+async def _compared(
+    front: TextClient, texts: Sequence[Prompt], compare: Comparison, options: VectorOptions, field: str
+) -> Compared:
+    prompts = await prompt_list(front, prompted(texts, options.prompt_name, front.info), options, field)
+    states = await pooled(front, prompts, compare.form.pooling, options)
+    size = sum(len(state.pooled) for state in states)
+    rows = await off_loop(size, lambda: [compare.of(state.pooled) for state in states])
+    return Compared(rows, size, sum(map(len, prompts)), [state.request.request_id for state in states])
 
 
 async def _joined(
