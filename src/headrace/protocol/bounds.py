@@ -87,6 +87,7 @@ _OTHERS = [
     Bound("choices", "size", 1, 4096, "texts that an answer may be chosen from"),
     Bound("whitespace_pattern", "size", 1, 1024, "characters of the regex for whitespace in JSON"),
     Bound("prompt_list", "size", 1, 256, "prompts in one request"),
+    Bound("scored_texts", "size", 1, 2048, "texts that a call of /rerank, /score or /similarity compares"),
     Bound("row_numbers", "int", 1, 2**20, "numbers in a call's vectors of tokens (`token_embed`) or over a vocabulary"),
     Bound("tools", "size", 0, 1024, "tools of one chat"),
     Bound("messages", "size", 1, 4096, "chat messages in one request"),

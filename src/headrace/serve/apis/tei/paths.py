@@ -218,7 +218,7 @@ async def similarity(model: ServedModel, body: dict[str, Any]) -> list[float]:
     parameters = request.parameters or TeiBody()
     parameters.model = request.model
     texts = [request.inputs.source_sentence, *request.inputs.sentences]
-    bounds.check("prompt_list", request.inputs.sentences, "inputs.sentences")
+    bounds.check("scored_texts", request.inputs.sentences, "inputs.sentences")
     options = _options(model, parameters)
     rated = await scores(
         model.front, texts[:1], texts[1:], options, Fields("inputs.source_sentence", "inputs.sentences")
