@@ -260,7 +260,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well the texts of each pair fit: of a cross-encoder its own score of the two, of any other model
-        the cosine of the angle between their vectors, from -1 to 1, or their dot product if its files name that.
+        the cosine of the angle between their vectors, from -1 to 1, or their dot product if its files name that;
+        MaxSim of one with a vector for each token (ColBERT).
 
         `data_1` has one text, which is compared with all of `data_2`, or as many as `data_2`. Raises `RequestError`.
         """
@@ -277,7 +278,8 @@ class LLM:
                 for each in self.classify(prompts, use_tqdm, lora_request=lora_request)
             ]
         compare = comparison(None, self.core.info)
-        listed = prompted([*ones, *others], None, self.core.info)
+        sides = zip((ones, others), compare.prompt_names, strict=True)
+        listed = [text for texts, name in sides for text in prompted(texts, name, self.core.info)]
         states = [state for _, state in self._pooled(listed, compare.form.pooling, lora_request, use_tqdm)]
         texts = [(state.request.prompt_token_ids, compare.of(state.pooled)) for state in states]
         first, second = texts[: len(ones)], texts[len(ones) :]

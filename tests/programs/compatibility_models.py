@@ -261,6 +261,16 @@ VECTORS = (
             "served sparse:test_embed_sparse_has_the_weights_that_are_not_0",
         ),
     ),
+    Row(
+        "ColBERT",
+        "partly",
+        "PyLate's, sentence-transformers' and ColBERT's own files; MaxSim over all tokens, without [MASK] expansion",
+        (
+            "colbert:test_rows_and_scores_are_those_of_transformers",
+            "colbert:test_the_files_of_colbert_itself",
+            "served colbert:test_documents_are_ranked_by_maxsim",
+        ),
+    ),
     Row("rerankers", "yes", "cpu and torch_ref", ("classes:test_a_cross_encoder_scores_pairs_at_every_door",)),
     Row("classifiers", "yes", "cpu and torch_ref", ("classes:test_a_classifier_names_classes_at_every_door",)),
 )

@@ -32,6 +32,8 @@ FILES = {  # shorter names of the files below
     "encoders": "tests/models/test_encoders.py",
     "sparse": "tests/models/test_sparse.py",
     "served sparse": "tests/serve/test_sparse.py",
+    "colbert": "tests/models/test_colbert.py",
+    "served colbert": "tests/serve/test_colbert.py",
     "jina": "tests/models/test_jina.py",
     "served encoders": "tests/serve/test_encoders.py",
     "classes": "tests/serve/test_classifiers.py",

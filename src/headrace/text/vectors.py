@@ -153,22 +153,28 @@ def _scaled(numbers: Sequence[float], form: Form) -> list[float]:
 def check_form(pooling: str | None, dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
     """Return how vectors are made: by the model's files where a call says nothing, of its last row where neither does.
     Raises `RequestError`."""
-    if info.classes is not None:
-        raise RequestError("model", info.model, "a model of vectors; this one has classes (/classify, /rerank, /score)")
     if dimensions is not None and info.pooling in SPARSE_POOLINGS:
         bound = "left out: a vector has a weight for each token of the vocabulary"
         raise RequestError("dimensions", dimensions, bound)
-    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
-        raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
-    usual = info.vectors
-    if usual.one_kind and pooling not in (None, info.pooling):
+    if info.pooling == ALL_ROWS:
+        bound = "a model with a vector for each text: this one has one for each token (token_embed, /score)"
+        raise RequestError("model", info.model, bound)
+    if info.vectors.one_kind and pooling not in (None, info.pooling):
         bound = f"{info.pooling}, which the model's Dense layers read, or whose width its vectors have"
         raise RequestError("pooling", pooling, bound)
     kind = pooling or info.pooling or "last"
     if kind not in (*POOLINGS, info.pooling):
         raise RequestError("pooling", pooling, f"one of {', '.join(POOLINGS)}")
-    scaled = usual.normalize if normalize is None else normalize
-    return Form(kind, dimensions or usual.dimensions, scaled, info.hidden_size)
+    return _form(kind, dimensions, normalize, info)
+
+
+def _form(kind: Pooling, dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
+    if info.classes is not None:
+        raise RequestError("model", info.model, "a model of vectors; this one has classes (/classify, /rerank, /score)")
+    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
+        raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
+    scaled = info.vectors.normalize if normalize is None else normalize
+    return Form(kind, dimensions or info.vectors.dimensions, scaled, info.hidden_size)
 
 
 def check_sparse(info: EngineInfo) -> None:
@@ -183,7 +189,7 @@ def token_form(dimensions: int | None, normalize: bool | None, info: EngineInfo)
     if "+" in info.pooling or info.pooling in SPARSE_POOLINGS:
         kinds = "several kinds of pooling side by side" if "+" in info.pooling else "weights of words"
         raise RequestError("task", "token_embed", f"embed: the model's vectors are {kinds}")
-    return check_form(None, dimensions, normalize, info)._replace(pooling=ALL_ROWS)
+    return _form(ALL_ROWS, dimensions, normalize, info)
 
 
 def token_rows(pooled: Sequence[float], form: Form, width: int) -> list[list[float]]:

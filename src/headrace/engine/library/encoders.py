@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.engine.library.class_heads import class_form
-from headrace.engine.library.sentence_files import SentenceFiles, read_sentence_files
+from headrace.engine.library.sentence_files import SentenceFiles, read_projection, read_sentence_files
 from headrace.models import Model, find
 from headrace.models.config import ModelConfig
 from headrace.models.encoders.head import Head, WordWeights, labels
@@ -44,8 +44,8 @@ def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
     expected = sentences.pooled_width(model.hidden_size)
     if model.classifier is not None or width != expected or not sentences.pooling:
         raise CheckpointError(
-            f"modules.json: a Dense layer reads {width} numbers, expected one behind a Pooling of the model's "
-            f"{expected}, which has no classes"
+            f"modules.json: a Dense layer reads {width} numbers, expected one of the model's {expected}, which has no "
+            "classes"
         )
     model.classifier = Head(sentences.layers, sentences.pooling)
     return sentences
@@ -54,10 +54,13 @@ def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
 def with_ends(values: dict[str, Any], names: Collection[str], directory: Path) -> tuple[dict[str, Any], bool]:
     """Return the values of config.json, and whether the checkpoint has the head of a decoder or one that is tied to its
     table. Where a model of vectors has none, which its files or its class (`MistralModel`) show, or one of classes,
-    whose head is `score`, the values tie one. Of an encoder they tell whether its vectors are weights of words."""
+    whose head is `score`, the values tie one. Of an encoder they tell whether its vectors are weights of words,
+    and how wide ColBERT's are."""
     kind, form = find(values["model_type"]).Model, class_form(values)
     if kind.both_ways:
-        return values | {"gives_word_weights": read_sentence_files(directory).words is not None}, True
+        gives_words, layer = read_sentence_files(directory).words is not None, read_projection(directory)
+        width = 0 if layer is None else len(layer.weight)
+        return values | {"gives_word_weights": gives_words, "token_width": width}, True
     if form is not None and not form.tokens:
         return values | {"tie_word_embeddings": True}, True
     if values.get("tie_word_embeddings", getattr(kind, "default_tied", True)):

@@ -223,6 +223,9 @@ class Encoder(Model):
                 f"{self.num_heads}"
             )
         self.num_classes = num_classes(config)
+        if width := config.integer("token_width", 0, low=0):
+            # ColBERT's layer, which `engine.library` reads: it has no place among this model's own.
+            weights.numbers("linear.weight", (width, self.hidden_size))
         self.cache_shapes = [LayerShape(self.num_heads, self.hidden_size // self.num_heads)] * self.num_layers
 
     def root_of(self, *roots: str) -> str:

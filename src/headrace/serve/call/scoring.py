@@ -95,8 +95,9 @@ async def scores(
         if options.instruction:
             raise RequestError("instruction", options.instruction, "left out: this model has no pairs with one")
         compare = comparison(options.pooling, front.info)
-        ones = await _token_ids(front, firsts, options, fields.first)
-        others = await _token_ids(front, seconds, options, fields.second)
+        names = [options.prompt_name or name for name in compare.prompt_names]
+        ones = await _token_ids(front, firsts, options._replace(prompt_name=names[0]), fields.first)
+        others = await _token_ids(front, seconds, options._replace(prompt_name=names[1]), fields.second)
         kind = compare.form.pooling
         rows, first_ids = await pooled_in_turns(front, ones, kind, options, lambda state: compare.of(state.pooled))
         left = iter(rows * len(others) if len(ones) == 1 else rows)
