@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tests.support.server import Live, inproc
 
-from headrace.engine.tenants import RateLimitError
+from headrace.engine.tenants import RateLimitError, Rates
 from headrace.protocol.config import ServerConfig
 from headrace.protocol.errors import QueueFullError
 from headrace.serve.call import embedding
@@ -107,6 +107,19 @@ def test_others_are_served_meanwhile(small: Live) -> None:
     assert not ended
     thread.join()
     assert ended == [True]
+
+
+def test_a_callers_limit_is_that_of_the_whole_call(small: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No turn of the documents begins if the tokens of all are more than the caller may send."""
+    least = sum(map(len, DOCUMENTS[:MOST]))
+
+    def check(rates: Rates, num_tokens: int) -> None:
+        if num_tokens > least:
+            raise RateLimitError("tokens")
+
+    monkeypatch.setattr(Rates, "check_tokens", check)
+    assert sizes_of(small, monkeypatch) == [1]
+    assert rerank(small, DOCUMENTS[:MOST]).status_code == 200
 
 
 def refusing(patch: pytest.MonkeyPatch, turn: int, times: int, error: Exception) -> None:

@@ -178,6 +178,7 @@ async def pooled_in_turns(
     The engine has `TURN` of them at a time, and the calls of others come in between; no more pooled numbers are held.
     Raises as `pooled`; if others fill the queue after the first turn, the rest waits for room, `PATIENCE_S` at most.
     """
+    front.rates.check_tokens(sum(map(len, prompts)))  # of all, before any is computed
     results: list[T] = []
     request_ids: list[str] = []
     clock = asyncio.get_running_loop().time
