@@ -212,3 +212,78 @@ MODELS = (
         ("by transformers:test_a_type_is_right_in_every_company",),
     ),
 )
+VECTORS = (
+    Row(
+        "sentence-transformers: Pooling, Dense, Normalize",
+        "partly",
+        "all six kinds of pooling, or several side by side; layers in sequence; length one where the files say so",
+        (
+            "sentences:test_a_layer_behind_the_pooling",
+            "sentences:test_kinds_of_pooling_and_several_side_by_side",
+            "sentences:test_vectors_have_length_one_where_the_files_say_so",
+            "sentences:test_layers_that_are_not_computed_are_refused",
+        ),
+    ),
+    Row(
+        "encoders as GGUF files",
+        "partly",
+        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; cuda by its twins",
+        (
+            "gguf encoders:test_floats_have_the_bits_of_safetensors",
+            "gguf encoders:test_blocks_are_near_the_floats",
+            "gguf encoders:test_the_files_kind_of_pooling",
+            "gguf encoders:test_embeddinggemma_with_its_layers_behind_the_pooling",
+            "gguf tokenizers:test_unigrams_are_those_of_sentencepiece",
+        ),
+    ),
+    Row(
+        "Qwen3-Embedding",
+        "yes",
+        "the last token's vector, the instruction as the prompt `query`; weights without an output head",
+        (
+            "sentences:test_a_decoder_with_the_files_of_qwen3_embedding",
+            "sentences:test_weights_without_a_head_are_refused_where_no_file_speaks_of_vectors",
+        ),
+    ),
+    Row(
+        "embeddinggemma",
+        "partly",
+        "gemma3_text with use_bidirectional_attention; cuda by its twins",
+        (
+            "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
+            "encoders:test_gemmas_vectors_by_packed_weights",
+        ),
+    ),
+    Row(
+        "sentence-transformers: prompts, likeness, truncate_dim",
+        "yes",
+        "`prompt_name` and `input_type` of `/v1/embeddings`, `LLM.embed(prompt_name=...)`; cosine and dot",
+        (
+            "sentences:test_prompts_are_put_before_texts",
+            "sentences:test_likeness_as_the_files_have_it",
+            "sentences:test_the_files_cut_vectors",
+        ),
+    ),
+    Row(
+        "SPLADE",
+        "partly",
+        "`/embed_sparse`, `/pooling`, scores; seven types of encoders with `SpladePooling`; cuda by its twins",
+        (
+            "sparse:test_weights_are_those_of_transformers_logits",
+            "sparse:test_texts_are_compared_by_the_dot_product",
+            "served sparse:test_embed_sparse_has_the_weights_that_are_not_0",
+        ),
+    ),
+    Row(
+        "ColBERT",
+        "partly",
+        "PyLate's, sentence-transformers' and ColBERT's own files; MaxSim over all tokens, without [MASK] expansion",
+        (
+            "colbert:test_rows_and_scores_are_those_of_transformers",
+            "colbert:test_the_files_of_colbert_itself",
+            "served colbert:test_documents_are_ranked_by_maxsim",
+        ),
+    ),
+    Row("rerankers", "yes", "cpu and torch_ref", ("classes:test_a_cross_encoder_scores_pairs_at_every_door",)),
+    Row("classifiers", "yes", "cpu and torch_ref", ("classes:test_a_classifier_names_classes_at_every_door",)),
+)

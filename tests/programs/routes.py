@@ -78,7 +78,6 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/chat/completions/control": ("llama-server", "the sampling of an answer is that of its request"),
     "/tools": ("llama-server", "tools are run by clients"),
     "/embed_all": ("TEI", "a text has one vector"),
-    "/embed_sparse": ("TEI", "a text has one vector, of all its dimensions"),
     "/cors-proxy": ("llama-server", "the server fetches nothing for a client"),
 }
 """Routes of other servers that there are none of here: whose they are, and why."""

@@ -88,7 +88,8 @@ class SafetensorsFormat:
     def ends(self, embedding: str, head: str, tied: bool) -> tuple[str, bool]:
         """As `Format.ends`. Tied weights are stored once, under either name, or twice."""
         first, last, has = f"{embedding}.weight", f"{head}.weight", self._tensors.has
-        if tied and not has(last) and any(name.startswith(f"{head}.") for name in self.parts.names):
+        parts = {name for name in self.parts.names if name.startswith(f"{head}.")} - {f"{head}.bias"}
+        if tied and not has(last) and parts:
             logger.warning("tie_word_embeddings is true, but the checkpoint has a quantised %s: it is used", head)
             return first, False
         if tied and has(first) and has(last) and not self._have_same_bits(first, last):

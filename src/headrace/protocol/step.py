@@ -33,6 +33,9 @@ Activation = Literal["sigmoid", "softmax", "identity"]
 ALL_ROWS = "tokens"
 """The pooling that leaves the rows of all tokens as they are, one after the other."""
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
+SPARSE_POOLINGS = ("splade-max", "splade-sum")
+"""Of models whose vectors have a weight for each token of the vocabulary, most of them 0 (SPLADE, Formal et al. 2021).
+Their numbers are the vector's width, the places of the weights that are not 0, ascending, and then these weights."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
