@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from headrace import hub
 from headrace.protocol.errors import CheckpointError
 
-FILES = ("preprocessor_config.json", "processor_config.json")
+FILES = hub.PICTURE_FILES
 
 
 class Grid(NamedTuple):
