@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from headrace import hub
@@ -23,11 +23,13 @@ from headrace.protocol.beam import BeamSearchParams
 from headrace.protocol.config import EngineConfig, ServerConfig
 from headrace.protocol.errors import HeadraceError, RequestError
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import Picture
 from headrace.protocol.step import EngineInfo, Stats
 from headrace.text import bounded_tokenizer
 from headrace.text.beams import BeamSearchOutput, beam_output
-from headrace.text.inputs import Prompt, RequestOptions, new_request_id, seed_source
+from headrace.text.inputs import IMAGES, Prompt, RequestOptions, new_request_id, seed_source
 from headrace.text.outputs import RequestOutput, request_output
+from headrace.text.pictures.offline import OfflinePictures
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -66,6 +68,7 @@ class AsyncLLM:
         self._draw = seed_source(config.seed)
         self._starting: asyncio.Task[None] | None = None
         self._streams: dict[str, list[Any]] = {}
+        self._pictures: OfflinePictures | None = None
         # Adapters: their digests by path, their names at the client by digest, and the calls that hold each.
         self._loaded, self._names, self._num_loads = RecentPaths(), dict[str, str](), 0
         self._holders: Counter[str] = Counter()
@@ -86,6 +89,13 @@ class AsyncLLM:
             raise HeadraceError("this engine has no tokenizer: pass prompts as token ids")
         return self._front.tokenizer
 
+    def _reader(self) -> OfflinePictures:
+        if self._pictures is None:
+            directory = hub.resolve(self.config.model, self.config.revision, weights=False)
+            limits = self.config.limit_mm_per_prompt
+            self._pictures = OfflinePictures(directory, self._front.tokenizer, self.info.pictures, limits)
+        return self._pictures
+
     async def start(self) -> None:
         """Load the model, once however many callers wait. `generate` does it by itself."""
         if self._starting is None:
@@ -103,7 +113,8 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Complete a prompt: outputs as they grow, each the whole answer so far, the last with `finished`.
+        """Complete a prompt: outputs as they grow, each the whole answer so far, the last with `finished`. Pictures
+        go with it as in `LLM.generate`.
 
         `request_id` only names the outputs, and is the argument of `abort`. Leaving the iteration early aborts the
         request. An adapter that is not loaded takes the place of the least recently used one where there is no room.
@@ -111,11 +122,14 @@ class AsyncLLM:
         """
         await self.start()
         name = request_id or new_request_id()
+        pictures: Sequence[Picture] = ()
+        if isinstance(prompt, dict) and prompt.get(IMAGES):
+            prompt, pictures = await asyncio.to_thread(self._reader().expanded, prompt)
         text, token_ids = await self._front.prompt_ids(prompt)
         params = sampling_params or SamplingParams()
         await self._front.check(params, cache_salt)
         async with self._adapter(lora_request) as digest:
-            options = RequestOptions(priority, cache_salt, self._draw, adapter=digest)
+            options = RequestOptions(priority, cache_salt, self._draw, adapter=digest, pictures=pictures)
             async with await self._front.open([token_ids], params, options) as generation:
                 self._streams.setdefault(name, []).append(generation)
                 try:
@@ -200,6 +214,8 @@ class AsyncLLM:
     async def close(self) -> None:
         """Stop the engine. Open iterations end with `EngineDeadError`."""
         self._front.close()
+        if self._pictures is not None:
+            self._pictures.close()
         await self._front.client.close()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -33,7 +33,9 @@ PREFERRED = ("Q4_K_M", "Q4_0", "Q8_0")
 """The GGUF file of a repository that is fetched if no tag chooses another."""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
 """The files in which ModelOpt, GPTQ's, AWQ's and auto-round's writers put the settings that config.json lacks."""
-DIGESTED = ("config.json", *QUANTIZATION_FILES, "*.safetensors", "*.gguf", "*.u8")
+PICTURE_FILES = ("preprocessor_config.json", "processor_config.json")
+"""The files that say how pictures become numbers."""
+DIGESTED = ("config.json", *QUANTIZATION_FILES, *PICTURE_FILES, "*.safetensors", "*.gguf", "*.u8")
 """The files that decide the results of a model; *.u8 is the built-in one's."""
 TEXT_FILES = (
     "tokenizer*.json",

@@ -41,6 +41,7 @@ from headrace.text import inputs
 from headrace.text.beams import BeamSearchOutput, beam_output, make_search
 from headrace.text.grammars import GrammarChecker
 from headrace.text.inputs import Prompt, as_list, one_each
+from headrace.text.likeness import comparison, likeness
 from headrace.text.messages import pictures_of, read_messages
 from headrace.text.named_templates import template_of, with_ends
 from headrace.text.outputs import RequestOutput, RequestState, deltas_of, request_output
@@ -62,7 +63,6 @@ from headrace.text.vectors import (
     check_form,
     check_reranker,
     finished,
-    likeness,
     prompted,
     token_form,
     token_outputs,
@@ -271,7 +271,8 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well the texts of each pair fit: of a cross-encoder its own score of the two, of any other model
-        the cosine of the angle between their vectors, from -1 to 1.
+        the cosine of the angle between their vectors, from -1 to 1, or their dot product if its files name that;
+        MaxSim of one with a vector for each token (ColBERT).
 
         `data_1` has one text, which is compared with all of `data_2`, or as many as `data_2`. Raises `RequestError`.
         """
@@ -287,17 +288,16 @@ class LLM:
                 ScoringRequestOutput(each.request_id, each.prompt_token_ids, ScoringOutput(each.outputs.probs[0]))
                 for each in self.classify(prompts, use_tqdm, lora_request=lora_request)
             ]
-        normalize = self.core.info.vectors.cosine or None
-        outputs = self.embed([*ones, *others], use_tqdm, normalize=normalize, lora_request=lora_request)
-        first, second = outputs[: len(ones)], outputs[len(ones) :]
+        compare = comparison(None, self.core.info)
+        sides = zip((ones, others), compare.prompt_names, strict=True)
+        listed = [text for texts, name in sides for text in prompted(texts, name, self.core.info)]
+        states = [state for _, state in self._pooled(listed, compare.form.pooling, lora_request, use_tqdm)]
+        texts = [(state.request.prompt_token_ids, compare.of(state.pooled)) for state in states]
+        first, second = texts[: len(ones)], texts[len(ones) :]
         pairs = zip(first * len(others) if len(ones) == 1 else first, second, strict=True)
         return [
-            ScoringRequestOutput(
-                str(place),
-                one.prompt_token_ids + other.prompt_token_ids,
-                ScoringOutput(likeness(one.outputs.embedding, other.outputs.embedding)),
-            )
-            for place, (one, other) in enumerate(pairs)
+            ScoringRequestOutput(str(place), one_ids + other_ids, ScoringOutput(likeness(one, other)))
+            for place, ((one_ids, one), (other_ids, other)) in enumerate(pairs)
         ]
 
     def chat(

@@ -91,6 +91,13 @@ def combinations(num: int, seed: int) -> Counts:
     return counts | {"violations": counts["differing"]}
 
 
+def pictures(num: int, seed: int) -> Counts:
+    from tests.campaigns.pictures import run_campaign
+
+    counts = run_campaign(num, seed)
+    return counts | {"violations": counts["differing"]}
+
+
 def drafters(num_prompts: int, seed: int) -> Counts:
     from tests.campaigns.speculation import run_campaign
 
@@ -217,6 +224,9 @@ CAMPAIGNS: dict[str, Campaign] = {
     ),
     "C-3": Campaign(
         "differential generations over pairs", {"commit": 3000, "nightly": 40_000, "release": 120_000}, combinations
+    ),
+    "C-3-pictures": Campaign(
+        "the same with pictures (generations)", {"commit": 1000, "nightly": 10_000, "release": 60_000}, pictures
     ),
     "C-3-drafters": Campaign(
         "every drafter against no guesses (prompts)", {"commit": 20, "nightly": 200, "release": 2000}, drafters

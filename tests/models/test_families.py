@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from headrace import models
 from headrace.protocol.errors import CheckpointError
 
 TYPES = (
-    "qwen3_moe qwen2_moe qwen3_vl qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite ministral3 olmo2 olmo3 starcoder2 "
-    "glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus nemotron "
-    "glm4_moe minimax_m2 llama4_text gemma gemma3 gemma4 gemma4_text"
+    "qwen3_moe qwen2_moe qwen3_vl qwen3_vl_moe qwen2_5_vl gpt_oss phi3 smollm3 seed_oss granite ministral3 olmo2 olmo3 "
+    "starcoder2 glm glm4 cohere2 exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe hy_v3 afmoe apertus "
+    "nemotron glm4_moe minimax_m2 llama4_text gemma gemma3 gemma4 gemma4_text"
 ).split()
 TYPES += "deepseek_v2 deepseek_v3 kimi_k2 glm4_moe_lite mistral4 muse_glimmer bitnet".split()
 TYPES += "qwen3_next qwen3_5 qwen3_5_moe lfm2 lfm2_moe granitemoehybrid falcon_h1 nemotron_h".split()
@@ -192,3 +193,24 @@ def test_experts_of_mxfp4_are_read_from_their_blocks(tmp_path: Path) -> None:
     actual, expected = (logits_of(path, activations=act) for path, act in ((blocks, "16bit"), (floats, "auto")))
     assert (actual - expected).abs().max() < 1e-4
     assert expected.std() > 0.3
+
+
+def test_experts_of_qwen3_vl_may_be_stored_either_way(tmp_path: Path) -> None:
+    """Releases have each as [in, out], transformers writes them as [out, in]; their shape says which it is."""
+    written = tmp_path / "written"
+    save_random(models.find("qwen3_vl_moe").TINY, written)
+
+    def turned(tensors: Any, config: Any) -> Any:
+        names = [name for name in tensors if re.search(r"experts\.\w+_proj$", name)]
+        assert names
+        return tensors | {name: tensors[name].transpose(1, 2) for name in names}, config
+
+    released = rewritten(written, tmp_path / "released", turned)
+    assert torch.equal(logits_of(released), logits_of(written))
+    assert torch.equal(logits_of(released, quantization="int8"), logits_of(written, quantization="int8"))
+
+    def cut(tensors: Any, config: Any) -> Any:
+        return {k: v[:, :-1] if k.endswith("experts.down_proj") else v for k, v in tensors.items()}, config
+
+    with pytest.raises(CheckpointError, match=r"experts\.0\.down_proj\.weight has shape"):
+        logits_of(rewritten(written, tmp_path / "wrong", cut))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from tests.support import picture_model
 from tests.support.picture_model import noisy
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from headrace.engine.records.blind import notes_of, open_recording
 from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import FIRST_ROW_ID, Picture, digest_of, flaw, named, row_ids
@@ -158,6 +159,30 @@ def test_a_limit_of_pictures(directory: Path) -> None:
         with pytest.raises(RequestError, match=bound):
             llm.generate(asked(1, 2), GREEDY)
         llm.close()
+
+
+def test_both_engines_read_pictures_and_other_calls_refuse_them(
+    directory: Path, alone: dict[tuple[int, int], list[Bits]]
+) -> None:
+    async def answer() -> Any:
+        async with AsyncLLM(model=str(directory)) as llm:
+            async for output in llm.generate(asked(1, 2), GREEDY):
+                last = output
+            with pytest.raises(RequestError, match="left out of this call"):
+                await llm.beam_search(asked(1, 2), BeamSearchParams(beam_width=2, max_tokens=2))
+            return last
+
+    assert bits(asyncio.run(answer())) == alone[1, 2][0]
+    llm = LLM(str(directory))
+    with pytest.raises(RequestError, match="left out of this call"):
+        llm.embed(asked(1, 2))
+    parts = [
+        {"type": "image_url", "image_url": {"url": picture_model.data_url(noisy(1))}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    [chat] = llm.chat([{"role": "user", "content": parts}], GREEDY)
+    assert chat.prompt_token_ids.count(llm.get_tokenizer().token_to_id("<image>")) == 20  # five tiles
+    llm.close()
 
 
 def test_ids_of_rows_belong_to_one_picture() -> None:

@@ -19,11 +19,18 @@ from pathlib import Path
 
 from tests.clients import page as clients
 from tests.programs import dialects
-from tests.programs.compatibility_models import ENCODERS, MODELS, RULES
+from tests.programs.compatibility_models import ENCODERS, MODELS, RULES, VECTORS
+from tests.programs.compatibility_pictures import TOWERS
 from tests.programs.compatibility_rows import APIS, DECODING, FILES
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLES = {"Models": MODELS, "Encoders": ENCODERS, "Decoding": DECODING, "APIs and operation": APIS}
+TABLES = {
+    "Models": MODELS,
+    "Encoders": ENCODERS,
+    "Pictures": TOWERS,
+    "Decoding": DECODING,
+    "APIs and operation": (*VECTORS, *APIS),
+}
 
 HEAD = """# What works
 

@@ -9,6 +9,8 @@ PACKED, GGUF = "families:test_quantised_weights_are_packed_and_mapped", "gguf:te
 ON_CUDA = "types:test_a_type_gives_the_tokens_of_torch_ref_or_is_refused"
 SHOWN, SHOWN_GGUF = (EQUAL, LAW, ON_CUDA), (EQUAL, LAW, ON_CUDA, GGUF)
 ON_GPU = "of cuda a tiny model alone ran on a GPU"
+PICTURES = "qwen pictures:test_logits_are_those_of_transformers_however_a_prompt_is_cut"
+NO_VIDEO = "pictures, no videos; of pictures on cuda twins alone ran"
 TWINS = "cuda by its twins, no GPU so far"
 NO_CUDA_BIAS = "cuda refuses it by name"
 VECTORS_ON_CUDA = "types:test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused"
@@ -83,10 +85,16 @@ MODELS = (
     Row("mixtral", "yes", "Mixtral; GGUF llama", SHOWN_GGUF),
     Row("qwen2", "yes", "Qwen2, Qwen2.5; GGUF qwen2", SHOWN_GGUF),
     Row("qwen2_moe", "yes", "Qwen1.5-MoE, Qwen2-57B-A14B; GGUF qwen2moe", (*SHOWN_GGUF, PACKED)),
-    Row("qwen2_5_vl", "partly", "Qwen2-VL and Qwen2.5-VL, their text; GGUF qwen2vl", (*SHOWN_GGUF, PACKED)),
+    Row(
+        "qwen2_5_vl",
+        "partly",
+        "Qwen2.5-VL; of Qwen2-VL, and of GGUF qwen2vl, the text; pictures, no videos; cuda refuses pictures by name",
+        (*SHOWN_GGUF, PACKED, PICTURES),
+    ),
     Row("qwen3", "yes", "Qwen3; GGUF qwen3", SHOWN_GGUF),
     Row("qwen3_moe", "yes", "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; GGUF qwen3moe", (*SHOWN_GGUF, PACKED)),
-    Row("qwen3_vl", "partly", "Qwen3-VL, its text; GGUF qwen3vl", (*SHOWN_GGUF, PACKED)),
+    Row("qwen3_vl", "partly", f"Qwen3-VL; of GGUF qwen3vl its text; {NO_VIDEO}", (*SHOWN_GGUF, PACKED, PICTURES)),
+    Row("qwen3_vl_moe", "partly", f"Qwen3-VL-30B-A3B, 235B-A22B; {NO_VIDEO}", (*SHOWN, PACKED, PICTURES)),
     Row("falcon_h1", "yes", f"Falcon-H1; GGUF falcon-h1; {ON_GPU}", HYBRID_GGUF),
     Row(
         "nemotron_h",
@@ -98,13 +106,18 @@ MODELS = (
     Row("lfm2_moe", "yes", f"LFM2-8B-A1B; GGUF lfm2moe; {ON_GPU}", HYBRID_GGUF),
     Row("granitemoehybrid", "yes", f"Granite 4.0 H and Micro; GGUF granitehybrid; {ON_GPU}", HYBRID_GGUF),
     Row("qwen3_next", "yes", f"Qwen3-Next-80B-A3B; GGUF qwen3next; {ON_GPU}", STATES_GGUF),
-    Row("qwen3_5", "partly", f"Qwen3.5 and 3.6, dense, their text; its GGUF is that of qwen3_5_text; {ON_GPU}", STATES),
+    Row(
+        "qwen3_5",
+        "partly",
+        f"Qwen3.5 and 3.6, dense; of GGUF, which is that of qwen3_5_text, the text; {NO_VIDEO}; {ON_GPU}",
+        (*STATES, PICTURES),
+    ),
     Row("qwen3_5_text", "partly", f"the text of qwen3_5; GGUF qwen35; {ON_GPU}", STATES_GGUF),
     Row(
         "qwen3_5_moe",
         "partly",
-        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, their text; its GGUF is that of qwen3_5_moe_text; {ON_GPU}",
-        STATES,
+        f"Qwen3.5-35B-A3B, Qwen3.6-35B-A3B; of GGUF, which is that of qwen3_5_moe_text, the text; {NO_VIDEO}; {ON_GPU}",
+        (*STATES, PICTURES),
     ),
     Row("qwen3_5_moe_text", "partly", f"the text of qwen3_5_moe; GGUF qwen35moe; {ON_GPU}", STATES_GGUF),
     Row(
@@ -198,4 +211,79 @@ MODELS = (
         "by transformers' own code, one row at a time: `--model-impl`; `make test-zoo IMPL=transformers` counts them",
         ("by transformers:test_a_type_is_right_in_every_company",),
     ),
+)
+VECTORS = (
+    Row(
+        "sentence-transformers: Pooling, Dense, Normalize",
+        "partly",
+        "all six kinds of pooling, or several side by side; layers in sequence; length one where the files say so",
+        (
+            "sentences:test_a_layer_behind_the_pooling",
+            "sentences:test_kinds_of_pooling_and_several_side_by_side",
+            "sentences:test_vectors_have_length_one_where_the_files_say_so",
+            "sentences:test_layers_that_are_not_computed_are_refused",
+        ),
+    ),
+    Row(
+        "encoders as GGUF files",
+        "partly",
+        "architectures bert, nomic-bert and gemma-embedding, pooling by the file; cuda by its twins",
+        (
+            "gguf encoders:test_floats_have_the_bits_of_safetensors",
+            "gguf encoders:test_blocks_are_near_the_floats",
+            "gguf encoders:test_the_files_kind_of_pooling",
+            "gguf encoders:test_embeddinggemma_with_its_layers_behind_the_pooling",
+            "gguf tokenizers:test_unigrams_are_those_of_sentencepiece",
+        ),
+    ),
+    Row(
+        "Qwen3-Embedding",
+        "yes",
+        "the last token's vector, the instruction as the prompt `query`; weights without an output head",
+        (
+            "sentences:test_a_decoder_with_the_files_of_qwen3_embedding",
+            "sentences:test_weights_without_a_head_are_refused_where_no_file_speaks_of_vectors",
+        ),
+    ),
+    Row(
+        "embeddinggemma",
+        "partly",
+        "gemma3_text with use_bidirectional_attention; cuda by its twins",
+        (
+            "encoders:test_a_decoder_that_sees_both_ways_is_an_encoder",
+            "encoders:test_gemmas_vectors_by_packed_weights",
+        ),
+    ),
+    Row(
+        "sentence-transformers: prompts, likeness, truncate_dim",
+        "yes",
+        "`prompt_name` and `input_type` of `/v1/embeddings`, `LLM.embed(prompt_name=...)`; cosine and dot",
+        (
+            "sentences:test_prompts_are_put_before_texts",
+            "sentences:test_likeness_as_the_files_have_it",
+            "sentences:test_the_files_cut_vectors",
+        ),
+    ),
+    Row(
+        "SPLADE",
+        "partly",
+        "`/embed_sparse`, `/pooling`, scores; seven types of encoders with `SpladePooling`; cuda by its twins",
+        (
+            "sparse:test_weights_are_those_of_transformers_logits",
+            "sparse:test_texts_are_compared_by_the_dot_product",
+            "served sparse:test_embed_sparse_has_the_weights_that_are_not_0",
+        ),
+    ),
+    Row(
+        "ColBERT",
+        "partly",
+        "PyLate's, sentence-transformers' and ColBERT's own files; MaxSim over all tokens, without [MASK] expansion",
+        (
+            "colbert:test_rows_and_scores_are_those_of_transformers",
+            "colbert:test_the_files_of_colbert_itself",
+            "served colbert:test_documents_are_ranked_by_maxsim",
+        ),
+    ),
+    Row("rerankers", "yes", "cpu and torch_ref", ("classes:test_a_cross_encoder_scores_pairs_at_every_door",)),
+    Row("classifiers", "yes", "cpu and torch_ref", ("classes:test_a_classifier_names_classes_at_every_door",)),
 )

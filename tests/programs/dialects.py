@@ -142,6 +142,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": _QWEN3,
     "qwen3_next": Family((("hermes", "qwen3", "Qwen3-Next"),)),
     "qwen3_vl": Family((("hermes", "qwen3", "Qwen3-VL"),)),
+    "qwen3_vl_moe": Family((("hermes", "qwen3", "Qwen3-VL"),)),
     "seed_oss": Family((("seed_oss", "seed_oss", "Seed-OSS"),)),
     "smollm3": Family((("hermes", "qwen3", "SmolLM3"),)),
     "starcoder2": Family(why=BASE),

@@ -43,7 +43,8 @@ REASONS = {
 }
 """Why routes that reply with a 501 do so."""
 
-TEXT_ONLY = "models read and write text only"
+TEXT_ONLY = "models write text only, and read text and pictures"
+PIXELS = "rows of pictures are known by their pixels, and never go stale"
 ONE_PROCESS = "one process computes the model"
 NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/audio/transcriptions": ("OpenAI, vLLM", TEXT_ONLY),
@@ -62,8 +63,8 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/chat/completions/render": ("vLLM", "`/apply-template` and `/tokenize` show the prompt of a chat"),
     "/v1/completions/render": ("vLLM", "`/tokenize` shows the token ids of a prompt"),
     "/inference/v1/generate": ("vLLM", "`/v1/completions` takes token ids, and returns them with `return_token_ids`"),
-    "/reset_mm_cache": ("vLLM", TEXT_ONLY),
-    "/reset_encoder_cache": ("vLLM", TEXT_ONLY),
+    "/reset_mm_cache": ("vLLM", PIXELS),
+    "/reset_encoder_cache": ("vLLM", PIXELS),
     "/collective_rpc": ("vLLM", "a call can not name code to run"),
     "/start_profile": ("vLLM", "`python -m bench.tape` and `headrace bench` measure; nothing is profiled in a server"),
     "/stop_profile": ("vLLM", "as `/start_profile`"),
@@ -78,7 +79,6 @@ NOT_SERVED: dict[str, tuple[str, str]] = {
     "/v1/chat/completions/control": ("llama-server", "the sampling of an answer is that of its request"),
     "/tools": ("llama-server", "tools are run by clients"),
     "/embed_all": ("TEI", "a text has one vector"),
-    "/embed_sparse": ("TEI", "a text has one vector, of all its dimensions"),
     "/cors-proxy": ("llama-server", "the server fetches nothing for a client"),
 }
 """Routes of other servers that there are none of here: whose they are, and why."""

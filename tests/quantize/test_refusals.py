@@ -184,6 +184,12 @@ def test_layouts_without_such_layers_are_refused(tmp_path: Path, layout: str) ->
         driver.quantise_checkpoint(gpt2(tmp_path / "gpt2"), tmp_path / "out", options, layout)
 
 
+def test_experts_that_may_lie_either_way_are_refused(tmp_path: Path) -> None:
+    save_random(find("qwen3_vl_moe").TINY, tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"may be stored \[in, out\]: such experts are not quantised"):
+        driver.verify_checkpoint(tmp_path / "model", find_method("rtn").verify(Options(group_size=-1)), "gptq")
+
+
 def test_the_least_budget_of_a_mixture(tmp_path: Path) -> None:
     source = Source(small(tmp_path / "model"))
     least = mixed.least_bits(source)

@@ -70,8 +70,9 @@ def test_S_16_no_route_fetches_a_url(live: Live, canary: Canary) -> None:
 
 
 CLIENTS = frozenset("httpx requests aiohttp urllib3 ftplib smtplib http.client urllib.request".split())
-# The only way out of the house: models, when the server starts. It knows the hub's token and nobody else's address.
-MAY_FETCH = {"hub": "huggingface_hub", "doctor": "huggingface_hub"}
+# The ways out of the house: models, when the server starts, by the hub's token; and pictures, from the hosts alone that
+# a flag of the server names (tests/serve/call/test_fetching.py).
+MAY_FETCH = {"hub": "huggingface_hub", "doctor": "huggingface_hub", "serve.call.fetching": "httpx"}
 
 
 def fetchers(module: str, source: str) -> list[str]:

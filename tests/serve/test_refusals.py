@@ -77,6 +77,7 @@ BODIES["/pooling"] = (embeddings.PoolingRequest, {"input": "hi"})
 BODIES["/v1/score"] = (scores.ScoreRequest, {"text_1": "hi", "text_2": "ho"})
 BODIES["/v1/rerank"] = BODIES["/rerank"] = (scores.RerankRequest, {"query": "hi", "documents": ["ho"]})
 BODIES["/embed"] = (tei.EmbedRequest, {"inputs": "hi"})
+BODIES["/embed_sparse"] = (tei.SparseRequest, {"inputs": "hi"})
 BODIES["/similarity"] = (tei.SimilarityRequest, {"inputs": {"source_sentence": "hi", "sentences": ["ho"]}})
 BODIES["/invocations"] = (vllm.InvocationRequest, {"prompt": "hi", "max_tokens": 2})
 # Without a body of JSON, or (files, batches) with tests of their own.
@@ -124,7 +125,7 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     """The error's message. Its shape is that of the API that was called."""
     assert reply.status_code == status, reply.text
     body = strict(reply.text)
-    error, tei_paths = body["error"], ("/embed", "/similarity")
+    error, tei_paths = body["error"], ("/embed", "/embed_sparse", "/similarity")
     message = str(error) if isinstance(error, str) else str(error["message"])
     path = reply.request.url.path
     if path.startswith("/api/"):

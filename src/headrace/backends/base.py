@@ -65,6 +65,14 @@ class HeadNorm(NamedTuple):
     offset: float
 
 
+class Axes(NamedTuple):
+    """Rows that have a position on each of several axes: pair i turns by that on axis of_pairs[i]. Rows of the table
+    from `spare` on are each step's own (`backends.places`)."""
+
+    of_pairs: Any
+    spare: int
+
+
 class RopeTable(NamedTuple):
     """Rotary embedding: cos and sin [max_model_len, P] of every position; numbers first ... first + 2 * P - 1 of a head
     turn."""
@@ -72,6 +80,7 @@ class RopeTable(NamedTuple):
     cos: Array
     sin: Array
     first: int = 0
+    axes: Axes | None = None
 
 
 class HeadForm(NamedTuple):

@@ -24,6 +24,8 @@ ADDED: dict[str, Callable[[F64, F64, int], F64]] = {
     "max": lambda total, row, position: np.maximum(total, row) if position else row,
     "cls": lambda total, row, position: total if position else row,
     "last": lambda total, row, position: row,
+    "splade-max": lambda total, row, position: np.maximum(total, row) if position else row,
+    "splade-sum": lambda total, row, position: total + row,
 }
 """The numbers up to a row, from those before it and the row at `position`, by kind of pooling."""
 DIVISORS: dict[str, Callable[[int], float]] = {
@@ -53,12 +55,15 @@ class Span(NamedTuple):
 def pool(kind: str, before: Sequence[float], span: Span, program: Program) -> F64:
     """Return the numbers of `kind` after the rows of `span` of the program's last forward pass. `before`: those of the
     rows before, none at the prompt's beginning. Once the whole prompt is known they are complete: of a classifier, a
-    number for each class. Where all rows are wanted, its layers are applied to each."""
+    number for each class, of a head for masked words the weights that are not 0. Where all rows are wanted, its layers
+    are applied to each."""
     read, most = span.read(kind), program.max_logits
     places = [span.row + place for place in read]
     parts = (program.hidden_states(places[at : at + most]) for at in range(0, len(places), most))
     rows = (row.astype(np.float64) for part in parts for row in part)
     classifier = program.model.classifier
+    if kind == "splade-sum":
+        rows = (classifier.weights(row) for row in rows)
     if kind == ALL_ROWS:
         return np.concatenate([np.array(before, np.float64), *(classifier(row) if classifier else row for row in rows)])
     numbers = pooled(kind, before, rows, span.start + read.start, span.num_prompt)

@@ -36,6 +36,7 @@ class Chunks(NamedTuple):
     later: rows whose logits or hidden states are read after the call, besides the rows of its own logits.
     observed: rows whose features will be. Of other rows there are perhaps none (`reads.ReadRows`).
     adapters: the slot of each chunk's adapter (`backends.adapters`), -1 for none; empty: no chunk has one.
+    places: [R, axes] of numpy: the positions by which rows turn, of a table with `base.Axes`; None: those in the cache.
     """
 
     starts: list[int]
@@ -48,6 +49,7 @@ class Chunks(NamedTuple):
     later: Sequence[int] = ()
     observed: Sequence[int] = ()
     adapters: Sequence[int] = ()
+    places: Any = None
 
     def all_read(self) -> Chunks:
         """Return the same chunks, of which all rows are read."""
@@ -121,7 +123,8 @@ class HostLogits(NamedTuple):
 class StepRows:
     """int32 arrays of R rows in C chunks, one behind the other; a program has room for max_rows and max_chunks.
 
-    token_ids, positions [R]. slots[k] [R]: where keys and values go in block kind k, block * block_size + place in it.
+    token_ids, positions [R]. rope_rows [R]: rows of the rope table; one array with `positions` where they are the same.
+    slots[k] [R]: where keys and values go in block kind k, block * block_size + place in it.
     row_begin [C + 1]: first row of each chunk. start [C]: position of that row.
     table_begin [C + 1], blocks: the table of chunk c in kind k is blocks[k][table_begin[c]: table_begin[c + 1]]; the
     entry of a block that is freed names any block, and is not read.
@@ -134,6 +137,7 @@ class StepRows:
 
     token_ids: Ints
     positions: Ints
+    rope_rows: Ints
     slots: Sequence[Ints]
     row_begin: Ints
     start: Ints
@@ -175,6 +179,8 @@ class StepRows:
                     np.maximum(block_ids, 0, out=block_ids)
             at = stop
             blocks_at += needed
+        if self.rope_rows is not self.positions:
+            self.rope_rows[:at] = self.positions[:at]
         self.row_begin[len(chunks.starts)] = at
         self.table_begin[len(chunks.starts)] = blocks_at
         self._fill_copies(chunks, at)
@@ -240,13 +246,16 @@ def make_step_rows(
     features: Ints = None,
     *,
     has_adapters: bool = False,
+    has_places: bool = False,
 ) -> StepRows:
     """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32."""
     max_rows, max_chunks, max_blocks = sizes
     has_states = any(kind.is_state for kind in kinds)
+    positions = zeros(max_rows)
     return StepRows(
         token_ids=zeros(max_rows),
-        positions=zeros(max_rows),
+        positions=positions,
+        rope_rows=zeros(max_rows) if has_places else positions,
         slots=[zeros(max_rows) for _ in range(num_block_kinds(kinds))],
         row_begin=zeros(max_chunks + 1),
         start=zeros(max_chunks),

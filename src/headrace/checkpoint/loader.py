@@ -57,7 +57,7 @@ class SafetensorsFormat:
     def layers(self, linear: Linear) -> list[StoredLayer]:
         layers = []
         for name, num_out, order in linear.layers():
-            layer = self._layer(name, (num_out, linear.num_in), linear.transposed)
+            layer = self._layer(name, (num_out, linear.num_in), linear.transposed, linear.by_shape)
             layers.append(layer if order is None else layer._replace(weight=layer.weight.ordered(order)))
         return layers
 
@@ -88,7 +88,8 @@ class SafetensorsFormat:
     def ends(self, embedding: str, head: str, tied: bool) -> tuple[str, bool]:
         """As `Format.ends`. Tied weights are stored once, under either name, or twice."""
         first, last, has = f"{embedding}.weight", f"{head}.weight", self._tensors.has
-        if tied and not has(last) and any(name.startswith(f"{head}.") for name in self.parts.names):
+        parts = {name for name in self.parts.names if name.startswith(f"{head}.")} - {f"{head}.bias"}
+        if tied and not has(last) and parts:
             logger.warning("tie_word_embeddings is true, but the checkpoint has a quantised %s: it is used", head)
             return first, False
         if tied and has(first) and has(last) and not self._have_same_bits(first, last):
@@ -115,9 +116,10 @@ class SafetensorsFormat:
     def release(self) -> None:
         self._checkpoint.release()
 
-    def _layer(self, name: str, shape: tuple[int, int], transposed: bool) -> StoredLayer:
+    def _layer(self, name: str, shape: tuple[int, int], transposed: bool, by_shape: bool = False) -> StoredLayer:
         tensors = LayerTensors(self._checkpoint, self.parts)
         weight = self._format.read(tensors, name, self._config)
+        transposed = transposed or (by_shape and weight.shape != shape)
         if transposed and weight.scales is None:  # codes are [out, in] in every format
             verify_shape(f"{name}.weight", weight.shape, (shape[1], shape[0]))
             weight = QWeight(weight.codes.T)

@@ -18,7 +18,6 @@ from headrace.core.beams.searches import Row, Searches
 from headrace.core.blocks import BlockPool
 from headrace.core.sequence import Sequence
 from headrace.protocol.errors import HeadraceError, InvariantError
-from headrace.protocol.pictures import end_of
 from headrace.protocol.step import UNDRAWN, Draft, Pooling, RowResult, ScheduledBatch, Stats, StepOutput, StepResult
 
 
@@ -82,7 +81,7 @@ def make_batch(
         states={i: s.state for i, s in special if s.state is not None and samples[i]},
         pooling={i: pooling_of(s) for i, s in special if s.pooling and pools_rows(s, lens[i])},
         adapters={i: s.request.adapter for i, s in special if s.request.adapter},
-        pictures={i: s.request.pictures for i, s in special if starts[i] < end_of(s.request.pictures)},
+        pictures={i: s.request.pictures for i, s in special if s.request.pictures},
         drafts={i: drafts[s.seq_id] for i, s in enumerate(flight) if s.seq_id in drafts} if drafts else {},
         ended=ended,
         asks=asks,

@@ -21,7 +21,7 @@ from headrace.protocol.kinds import CacheKind
 if TYPE_CHECKING:
     from headrace.backends.base import Matrix, Ops
 
-NOT_MODELS = {"config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent", "rope", "unread", "weights"}
+NOT_MODELS = {"axes", "config", "decoder", "gemma4_layers", "mamba", "mla", "recurrent", "rope", "unread", "weights"}
 
 
 class Model(Protocol):

@@ -216,7 +216,8 @@ class MLP:
 class Experts:
     """The mixture of a layer: of `num` experts of width `inner`, `routing` chooses by the router `router`. `parts` are
     the last names of an expert's gate, up and down, or of up and down where they have no gate. `outer`: the width of
-    the experts' inputs and outputs, by default the width of the model's rows."""
+    the experts' inputs and outputs, by default the width of the model's rows. by_shape: of tensors of all experts, as
+    `Linear` has it."""
 
     def __init__(
         self,
@@ -229,6 +230,7 @@ class Experts:
         router: str = "gate",
         parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         outer: int = 0,
+        by_shape: bool = False,
     ) -> None:
         weights, outer = decoder.weights, outer or decoder.hidden_size
         self.ops = decoder.ops
@@ -238,10 +240,13 @@ class Experts:
         *first, down = parts
         names, outs = [f"{name}.experts.{e}" for e in range(num)], [inner] * len(first)
         gates = [
-            Linear([f"{n}.{part}" for part in first], outer, outs, cut=Expert(e, num, outs))
+            Linear([f"{n}.{part}" for part in first], outer, outs, by_shape=by_shape, cut=Expert(e, num, outs))
             for e, n in enumerate(names)
         ]
-        downs = [Linear([f"{n}.{down}"], inner, [outer], cut=Expert(e, num, [outer])) for e, n in enumerate(names)]
+        downs = [
+            Linear([f"{n}.{down}"], inner, [outer], by_shape=by_shape, cut=Expert(e, num, [outer]))
+            for e, n in enumerate(names)
+        ]
         gate_up = [stacked(weights, linear, "gate_up_proj") for linear in gates]
         self.layer = ExpertLayer(chooser, routing, gate_up, [weights.matrix(d) for d in downs], decoder.activation)
 
@@ -349,8 +354,12 @@ class Decoder(Model):
     def make_rope_table(self, rope: ModelConfig) -> RopeTable:
         longest = self.config.integer("max_position_embeddings")
         rope = ModelConfig({"partial_rotary_factor": self.default_rotary_factor} | rope.values)
-        rope_table = make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta)
-        return RopeTable(self.weights.constant(rope_table.cos), self.weights.constant(rope_table.sin))
+        table = self.placed(make_rope_table(rope, self.head_dim, longest, self.max_model_len, self.default_theta), rope)
+        return table._replace(cos=self.weights.constant(table.cos), sin=self.weights.constant(table.sin))
+
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        """Return the rope table of a model whose rows have positions on several axes; here they have one."""
+        return table
 
     def layer_type(self, layer_id: int) -> str:
         """Return one of the class's `layer_types`: from the config.json's layer_types, else the model's default."""

@@ -1,8 +1,11 @@
-"""The text of Qwen2.5-VL (Bai et al. 2025): Qwen2. Where there are no images, its three positions are one."""
+"""The text of Qwen2.5-VL (Bai et al. 2025): Qwen2. Where there are no pictures, its three positions are one."""
 
 from __future__ import annotations
 
+from headrace.backends.base import RopeTable
 from headrace.models import qwen2
+from headrace.models.axes import in_sections
+from headrace.models.config import ModelConfig
 
 TINY = {
     "model_type": "qwen2_5_vl",
@@ -25,3 +28,6 @@ TINY = {
 class Model(qwen2.Model):
     default_eps = 1e-5
     default_first_window = 80
+
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        return in_sections(table, rope, (16, 24, 24))

@@ -1,8 +1,11 @@
-"""Qwen3.5 and 3.6 (Qwen Team 2026) with a tower for images, which is left out: their text is `qwen3_5_text`."""
+"""Qwen3.5 and 3.6 (Qwen Team 2026) with a tower: their text is `qwen3_5_text`, whose heads turn by three positions."""
 
 from __future__ import annotations
 
+from headrace.backends.base import RopeTable
 from headrace.models import qwen3_5_text
+from headrace.models.axes import in_turn
+from headrace.models.config import ModelConfig
 
 TINY = {
     "model_type": "qwen3_5",
@@ -15,4 +18,5 @@ TINY = {
 
 
 class Model(qwen3_5_text.Model):
-    pass
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        return in_turn(table, rope, (11, 11, 10))

@@ -30,7 +30,7 @@ TINY = {
 }
 
 
-def make_experts(decoder: Decoder, name: str, renormalise: bool | None = None) -> Experts:
+def make_experts(decoder: Decoder, name: str, renormalise: bool | None = None, *, by_shape: bool = False) -> Experts:
     """Make experts weighted by the softmax over all experts, divided by its sum over the chosen ones if `renormalise`
     (None: as `norm_topk_prob` has it)."""
     config = decoder.config
@@ -40,7 +40,7 @@ def make_experts(decoder: Decoder, name: str, renormalise: bool | None = None) -
     routing = Routing(config.integer("num_experts_per_tok"), renormalise=renormalise)
     # transformers 5 writes one of the names, the releases have the other.
     key = "num_local_experts" if config.values.get("num_experts") is None else "num_experts"
-    return Experts(decoder, name, config.integer(key, high=MAX_EXPERTS), inner, routing)
+    return Experts(decoder, name, config.integer(key, high=MAX_EXPERTS), inner, routing, by_shape=by_shape)
 
 
 def has_experts(config: ModelConfig, layer_id: int) -> bool:

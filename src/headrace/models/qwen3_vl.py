@@ -1,8 +1,11 @@
-"""The text of Qwen3-VL (Qwen Team 2025): Qwen3. Where there are no images, its three positions are one."""
+"""The text of Qwen3-VL (Qwen Team 2025): Qwen3. Where there are no pictures, its three positions are one."""
 
 from __future__ import annotations
 
+from headrace.backends.base import RopeTable
 from headrace.models import qwen3
+from headrace.models.axes import in_turn
+from headrace.models.config import ModelConfig
 
 TINY = {
     "model_type": "qwen3_vl",
@@ -25,3 +28,6 @@ TINY = {
 
 class Model(qwen3.Model):
     default_theta = 5_000_000.0
+
+    def placed(self, table: RopeTable, rope: ModelConfig) -> RopeTable:
+        return in_turn(table, rope, (24, 20, 20))

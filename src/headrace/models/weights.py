@@ -38,7 +38,8 @@ class Linear(NamedTuple):
 
     transposed: the checkpoint has them as [in, out] (GPT-2's Conv1D). plain: must not be quantised (a router).
     orders: for each layer None, or int64 [num_out]: output i of the matrix is row orders[i] of the checkpoint's tensor.
-    cut: how ranks share the outputs out; no effect in a single process.
+    cut: how ranks share the outputs out; no effect in a single process. by_shape: the checkpoint may have them as [in,
+    out], which their shape says; where it does not, they are [out, in].
     """
 
     names: Sequence[str]
@@ -49,6 +50,7 @@ class Linear(NamedTuple):
     plain: bool = False
     orders: Sequence[NDArray[np.int64] | None] = ()
     cut: Cut = None
+    by_shape: bool = False
 
     def layers(self) -> Iterator[tuple[str, int, NDArray[np.int64] | None]]:
         """Yield the name of each layer, its number of outputs, and its order."""

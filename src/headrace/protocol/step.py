@@ -33,6 +33,9 @@ Activation = Literal["sigmoid", "softmax", "identity"]
 ALL_ROWS = "tokens"
 """The pooling that leaves the rows of all tokens as they are, one after the other."""
 POOLINGS = ("last", "mean", "cls", "max", "weightedmean", "mean_sqrt_len_tokens")
+SPARSE_POOLINGS = ("splade-max", "splade-sum")
+"""Of models whose vectors have a weight for each token of the vocabulary, most of them 0 (SPLADE, Formal et al. 2021).
+Their numbers are the vector's width, the places of the weights that are not 0, ascending, and then these weights."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -183,7 +186,7 @@ class ScheduledBatch(msgspec.Struct, kw_only=True, gc=False):
     window of its kind; no row of the step sees it. With a state kind, `state_reads[i]` is the slot of the state before
     chunk i's first row, -1 if its sequence begins there; `state_writes` are (row of the step, slot) pairs, rows
     ascending: the state after that row goes to the slot. Rows count chunks one after the other, each with its draft
-    tokens behind it. `pictures[i]` are those of chunk i's sequence, for chunks that begin before the last of them ends.
+    tokens behind it. `pictures[i]` are those of chunk i's sequence.
     """
 
     step_id: int

@@ -23,6 +23,7 @@ from headrace.backends.torch_ref.tensors import tensor
 from headrace.checkpoint.loader import SafetensorsWeights
 from headrace.checkpoint.tensors import Checkpoint
 from headrace.models.weights import Linear
+from headrace.protocol.errors import CheckpointError
 from headrace.quant.base import MatrixSource
 from headrace.quantize.base import Fold, Statistics
 
@@ -197,6 +198,8 @@ class LazyWeights(SafetensorsWeights):
         return norm
 
     def matrix(self, linear: Linear) -> Matrix:
+        if linear.by_shape:
+            raise CheckpointError(f"{linear.names[0]}.weight may be stored [in, out]: such experts are not quantised")
         matrix = super().matrix(linear)
         if not isinstance(matrix, LazyMatrix):
             raise TypeError(f"a matrix of another backend: {type(matrix).__name__}")

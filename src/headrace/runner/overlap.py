@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 
 from headrace.backends.base import DrawingProgram, DrawnRows, Program
+from headrace.backends.places import table_of
 from headrace.backends.step import Chunks, Draw, HostLogits
 from headrace.protocol.params import SamplingParams
+from headrace.protocol.pictures import end_of
 from headrace.protocol.step import UNDRAWN, Draft, ScheduledBatch, StepResult
 from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE
@@ -60,6 +62,7 @@ class Overlap:
         self._sampler = sampler
         self._rounds = rounds
         self._last: StartedStep | None = None
+        self._has_places = table_of(program.model) is not None
 
     def runs_ahead(self, params: SamplingParams) -> bool:
         """Whether the device draws every token with these parameters, and nothing else is reported."""
@@ -142,7 +145,10 @@ class Overlap:
     def _is_plain(self, batch: ScheduledBatch) -> bool:
         """Whether the step is one call of the program, which returns tokens and their reported numbers alone."""
         fits = 0 < len(batch.token_ids) <= self._program.max_rows and len(batch) <= self._program.max_logits
-        if not fits or batch.drafts or batch.asks or batch.pooling or batch.pictures:
+        if not fits or batch.drafts or batch.asks or batch.pooling:
+            return False
+        # Rows behind a picture may turn by other positions than those in the cache.
+        if any(self._has_places or batch.starts[i] < end_of(pictures) for i, pictures in batch.pictures.items()):
             return False
         return all(params.prompt_logprobs is None for params in batch.params)
 

@@ -5,12 +5,13 @@ Knows no tower. Called by `runner`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.protocol.pictures import Picture
+from headrace.protocol.pictures import Picture, end_of
 from headrace.protocol.step import ScheduledBatch
 from headrace.runner.pieces import Piece
 
@@ -22,10 +23,16 @@ class PictureSource(Protocol):
 
     blank: F32
     """[F]: the features of a token's row."""
+    has_places: bool
+    """Whether rows of sequences with pictures turn by other positions than those in the cache."""
 
     def features(self, picture: Picture) -> F32:
         """Return the features [N, F] of a picture's rows. Raises ValueError for a picture that the tower does not
         take."""
+        ...
+
+    def places(self, positions: NDArray[np.int64], pictures: Sequence[Picture]) -> NDArray[np.int64]:
+        """Positions [R] in the cache of a sequence with these pictures -> those [R, axes] by which its rows turn."""
         ...
 
     def close(self) -> None: ...
@@ -37,7 +44,8 @@ def picture_rows(batch: ScheduledBatch, pieces: list[Piece], source: PictureSour
     at = 0
     for piece in pieces:
         size = len(piece.token_ids)
-        for picture in batch.pictures.get(piece.chunk_id, ()):
+        pictures = batch.pictures.get(piece.chunk_id, [])
+        for picture in pictures if piece.start < end_of(pictures) else ():
             begin = 0
             for first, num in picture.spans:
                 low, high = max(first, piece.start), min(first + num, piece.start + size)
@@ -52,3 +60,12 @@ def picture_rows(batch: ScheduledBatch, pieces: list[Piece], source: PictureSour
     for place, part in rows:
         features[place : place + len(part)] = part
     return features
+
+
+def places_of(batch: ScheduledBatch, pieces: list[Piece], source: PictureSource) -> NDArray[np.int64] | None:
+    """Return the positions [R, axes] by which the pieces' rows turn; None where all turn by those in the cache."""
+    if not source.has_places or not batch.pictures:
+        return None
+    ends = [(piece.start, piece.start + len(piece.token_ids)) for piece in pieces]
+    of_pieces = [batch.pictures.get(piece.chunk_id, ()) for piece in pieces]
+    return np.concatenate([source.places(np.arange(*end), each) for end, each in zip(ends, of_pieces, strict=True)])

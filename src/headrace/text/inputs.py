@@ -30,6 +30,8 @@ from headrace.text.tokenizer import Tokenizer
 # Below 2**53 with room for n, so that a client whose JSON numbers are doubles can send the seed of a reply back.
 SEED_LIMIT = 2**53 - 2**16
 
+IMAGES = "multi_modal_data"
+"""The key of a prompt's pictures, which `pictures.offline` reads."""
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """DRY's sequence breakers for requests that name none, as in llama-server."""
 _BREAKERS: SaltedCache[list[int]] = SaltedCache(64)
@@ -118,6 +120,8 @@ def prompt_ids(
     content: Any
     if isinstance(prompt, dict):
         fields: dict[str, Any] = {**prompt}
+        if fields.get(IMAGES):
+            raise RequestError(IMAGES, "given", "left out of this call: generate and chat read pictures")
         names = [name for name in ("prompt_token_ids", "prompt") if name in fields]
         if not names:
             raise RequestError("prompt", sorted(fields), "a dict with 'prompt' or 'prompt_token_ids'")

@@ -16,7 +16,15 @@ import msgspec
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.step import ALL_ROWS, POOLINGS, Activation, Classes, EngineInfo, Pooling
+from headrace.protocol.step import (
+    ALL_ROWS,
+    POOLINGS,
+    SPARSE_POOLINGS,
+    Activation,
+    Classes,
+    EngineInfo,
+    Pooling,
+)
 from headrace.text.inputs import Prompt
 from headrace.text.outputs import RequestState
 
@@ -99,48 +107,89 @@ class ClassificationRequestOutput(msgspec.Struct):
 
 class Form(NamedTuple):
     """How the engine's pooled numbers become a vector: they are cut to `dimensions`, and scaled to length one with
-    `normalize`."""
+    `normalize`. width: the count of numbers before the cut."""
 
     pooling: Pooling
     dimensions: int | None = None
     normalize: bool = True
+    width: int = 0
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.pooling in SPARSE_POOLINGS
+
+
+class WordWeights(NamedTuple):
+    """A vector of which most numbers are 0: `values[i]` is number `places[i]`; places ascend."""
+
+    places: list[int]
+    values: list[float]
 
 
 def finished(pooled: Sequence[float], form: Form) -> list[float]:
     """Return the embedding from the engine's pooled numbers, rounded to float32. Cutting makes sense for models that
     were trained for it (Kusupati et al. 2022)."""
-    vector = list(pooled[: form.dimensions])
+    if form.is_sparse:
+        vector = [0.0] * form.width
+        for place, value in zip(*word_weights(pooled, form), strict=True):
+            vector[place] = value
+        return vector
+    return _scaled(pooled[: form.dimensions], form)
+
+
+def word_weights(pooled: Sequence[float], form: Form) -> WordWeights:
+    """Return the numbers that are not 0 of a vector that `is_sparse`, rounded to float32."""
+    middle = (len(pooled) + 1) // 2
+    return WordWeights(list(map(int, pooled[1:middle])), _scaled(pooled[middle:], form))
+
+
+def _scaled(numbers: Sequence[float], form: Form) -> list[float]:
     if form.normalize:
-        norm = math.sqrt(math.fsum(x * x for x in vector))
-        vector = [x / norm for x in vector] if norm else vector
-    return array("f", vector).tolist()
+        norm = math.sqrt(math.fsum(x * x for x in numbers))
+        numbers = [x / norm for x in numbers] if norm else numbers
+    return array("f", numbers).tolist()
 
 
 def check_form(pooling: str | None, dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
     """Return how vectors are made: by the model's files where a call says nothing, of its last row where neither does.
     Raises `RequestError`."""
-    if info.classes is not None:
-        raise RequestError("model", info.model, "a model of vectors; this one has classes (/classify, /rerank, /score)")
-    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
-        raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
-    usual = info.vectors
-    if usual.one_kind and pooling not in (None, info.pooling):
+    if dimensions is not None and info.pooling in SPARSE_POOLINGS:
+        bound = "left out: a vector has a weight for each token of the vocabulary"
+        raise RequestError("dimensions", dimensions, bound)
+    if info.pooling == ALL_ROWS:
+        bound = "a model with a vector for each text: this one has one for each token (token_embed, /score)"
+        raise RequestError("model", info.model, bound)
+    if info.vectors.one_kind and pooling not in (None, info.pooling):
         bound = f"{info.pooling}, which the model's Dense layers read, or whose width its vectors have"
         raise RequestError("pooling", pooling, bound)
     kind = pooling or info.pooling or "last"
     if kind not in (*POOLINGS, info.pooling):
         raise RequestError("pooling", pooling, f"one of {', '.join(POOLINGS)}")
-    return Form(kind, dimensions or usual.dimensions, usual.normalize if normalize is None else normalize)
+    return _form(kind, dimensions, normalize, info)
+
+
+def _form(kind: Pooling, dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
+    if info.classes is not None:
+        raise RequestError("model", info.model, "a model of vectors; this one has classes (/classify, /rerank, /score)")
+    if dimensions is not None and not 1 <= dimensions <= info.hidden_size:
+        raise RequestError("dimensions", dimensions, f"from 1 to {info.hidden_size}, the model's own")
+    scaled = info.vectors.normalize if normalize is None else normalize
+    return Form(kind, dimensions or info.vectors.dimensions, scaled, info.hidden_size)
+
+
+def check_sparse(info: EngineInfo) -> None:
+    """Raise `RequestError` for a model whose vectors are no weights of words."""
+    if info.pooling not in SPARSE_POOLINGS:
+        raise RequestError("model", info.model, "a model with a head for masked words and SPLADE's pooling (SPLADE)")
 
 
 def token_form(dimensions: int | None, normalize: bool | None, info: EngineInfo) -> Form:
     """Return how the vectors of a text's tokens are made, each as that of a text is (ColBERT, Khattab and Zaharia
     2020). Raises `RequestError`."""
-    if "+" in info.pooling:
-        raise RequestError(
-            "task", "token_embed", "embed: the model's vectors are several kinds of pooling side by side"
-        )
-    return check_form(None, dimensions, normalize, info)._replace(pooling=ALL_ROWS)
+    if "+" in info.pooling or info.pooling in SPARSE_POOLINGS:
+        kinds = "several kinds of pooling side by side" if "+" in info.pooling else "weights of words"
+        raise RequestError("task", "token_embed", f"embed: the model's vectors are {kinds}")
+    return _form(ALL_ROWS, dimensions, normalize, info)
 
 
 def token_rows(pooled: Sequence[float], form: Form, width: int) -> list[list[float]]:
@@ -241,8 +290,3 @@ def packed(vector: Sequence[float]) -> str:
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode("ascii")
-
-
-def likeness(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the cosine of the angle between two vectors of length one."""
-    return math.fsum(x * y for x, y in zip(a, b, strict=True))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import test_encoders as encoders
+from tests.models import test_sparse as sparse
 from tests.support.harness import chunk_sizes, follow, load, random_ids, save_random
 from tests.support.refusals import load_or_skip
 
@@ -47,6 +48,18 @@ def test_an_encoder_gives_the_vectors_of_torch_ref_or_is_refused(name: str, tmp_
     assert np.abs(actual - reference).max() < 1e-4 * np.abs(reference).max()
     alone = np.array([encoders.vectors(mine, [text])[0] for text in texts])
     assert np.array_equal(alone, actual)
+
+
+@pytest.mark.parametrize("name", [each for each in sparse.TYPES if each != "mpnet"])
+def test_weights_of_words_are_those_of_torch_ref(name: str, tmp_path: Path) -> None:
+    """mpnet is refused for its biases by distance."""
+    sparse.save(name, tmp_path)
+    texts = sparse.texts_of((1, 30, 129))
+    mine = sparse.open_llm(tmp_path, **ON_CPU)
+    actual = np.array(sparse.vectors(mine, texts))
+    reference = np.array(sparse.vectors(sparse.open_llm(tmp_path, "torch_ref"), texts))
+    assert np.abs(actual - reference).max() < 1e-4 * np.abs(reference).max()
+    assert np.array_equal(np.array([sparse.vectors(mine, [text])[0] for text in texts]), actual)
 
 
 def test_control_a_wrong_type_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from headrace.serve.call.parsing import Warnings, convert
 from headrace.text import templates
 from headrace.text.messages import ChatMessage, read_messages
 from headrace.text.outputs import CallPart, Content, MessageBuilder, Reasoning
+from headrace.text.pictures.marks import Pictures
 from headrace.text.templates import ChatTemplate
 from headrace.text.tools.choice import ToolUse
 from headrace.text.tools.formats import FORMATS
@@ -100,7 +101,7 @@ def as_ollama(answer: MessageBuilder, more: bool) -> list[ChatMessage]:
     messages += [{"role": "tool", "tool_name": "weather", "content": "cold"} for _ in calls]
     messages += [{"role": "user", "content": "more"}] * (more or not calls)
     request = convert(ollama_request.ChatRequest, {"model": "m", "messages": messages})
-    return ollama_request.messages_of(request.messages or [], Warnings())
+    return ollama_request.messages_of(request.messages or [], Pictures())
 
 
 def as_responses(answer: MessageBuilder, more: bool) -> list[ChatMessage]:
@@ -120,7 +121,7 @@ def as_responses(answer: MessageBuilder, more: bool) -> list[ChatMessage]:
     body = {"model": "m", "input": entries}
     request, _ = responses_input.read(body)
     named = [responses_input.NamedItem("input", item) for item in responses_input.input_items(request, "0" * 32)]
-    return responses_input.messages_of(None, responses_input.without_hosted(named, Warnings()), Warnings())
+    return responses_input.messages_of(None, responses_input.without_hosted(named, Warnings()), Warnings(), Pictures())
 
 
 APIS: dict[str, Callable[[MessageBuilder, bool], list[ChatMessage]]] = {

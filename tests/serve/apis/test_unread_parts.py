@@ -18,7 +18,8 @@ from headrace.serve.apis.openai import responses_input
 from headrace.serve.call.call import ChatCall, prompt_call
 from headrace.serve.call.parsing import Warnings, convert
 from headrace.serve.call.schema import ChatCompletionRequest, parse
-from headrace.text.messages import ChatMessage, plain, read_messages
+from headrace.text.messages import ChatMessage, plain, read_messages, without_pictures
+from headrace.text.pictures.marks import Pictures
 
 Message = dict[str, Any]
 Read = tuple[list[ChatMessage], list[str]]
@@ -26,9 +27,14 @@ SO: Message = {"role": "assistant", "content": "so"}
 MORE: Message = {"role": "user", "content": "more"}
 
 
+def unread(messages: list[ChatMessage], pictures: Pictures, warnings: Warnings) -> Read:
+    """What a model without a tower gets."""
+    return without_pictures(messages, pictures, warnings.add), warnings
+
+
 def openai(messages: list[Message]) -> Read:
-    warnings = Warnings()
-    return read_messages(messages, warnings.add), warnings
+    warnings, pictures = Warnings(), Pictures()
+    return unread(read_messages(messages, warnings.add, pictures), pictures, warnings)
 
 
 def anthropic_call(messages: list[Message], **more: Any) -> ChatCall:
@@ -38,24 +44,25 @@ def anthropic_call(messages: list[Message], **more: Any) -> ChatCall:
 
 def anthropic(messages: list[Message], **more: Any) -> Read:
     call = anthropic_call(messages, **more)
-    return call.messages, call.warnings
+    return unread(call.messages, call.pictures, call.warnings)
 
 
 def ollama(messages: list[Message]) -> Read:
-    warnings = Warnings()
+    pictures = Pictures()
     request = convert(ollama_request.ChatRequest, {"model": "m", "messages": messages})
-    return ollama_request.messages_of(request.messages or [], warnings), warnings
+    return unread(ollama_request.messages_of(request.messages or [], pictures), pictures, Warnings())
 
 
 def responses(items: list[Message]) -> Read:
-    warnings = Warnings()
+    warnings, pictures = Warnings(), Pictures()
     request, _ = responses_input.read({"model": "m", "input": items})
     named = [responses_input.NamedItem("input", item) for item in responses_input.input_items(request, "0" * 32)]
-    return responses_input.messages_of(None, responses_input.without_hosted(named, warnings), warnings), warnings
+    rest = responses_input.without_hosted(named, warnings)
+    return unread(responses_input.messages_of(None, rest, warnings, pictures), pictures, warnings)
 
 
 def parts(*kinds: str) -> list[Message]:
-    return [{"type": kind, kind: {"url": "data:,"}} for kind in kinds]
+    return [{"type": kind, kind: {"url": "data:,"}, "image_url": {"url": "data:,"}} for kind in kinds]
 
 
 IMAGE: Message = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -70,7 +77,7 @@ SAID: dict[str, tuple[Callable[[list[Message]], Read], Message, str]] = {
     "openai file": (openai, {"role": "user", "content": parts("file")}, "[file: left out"),
     "anthropic image": (anthropic, {"role": "user", "content": [IMAGE]}, "[image: left out"),
     "anthropic PDF": (anthropic, {"role": "user", "content": [PDF]}, "[document T: left out"),
-    "ollama": (ollama, {"role": "user", "content": "see", "images": ["aGk="]}, "see\n[image: left out"),
+    "ollama": (ollama, {"role": "user", "content": "see", "images": ["aGk="]}, "[image: left out"),
     "responses image": (responses, {"role": "user", "content": parts("input_image")}, "[input image: left out"),
     "responses file": (responses, {"role": "user", "content": parts("input_file")}, "[input file: left out"),
 }  # fmt: skip

@@ -250,7 +250,7 @@ class CpuOps:
         fields = {"x": self.graph.read(x), "ld_x": x.ld, "heads": num_heads, "kv_heads": 0, "head_dim": head_dim}
         fields |= {"cos": rope_table.cos, "sin": rope_table.sin, "pairs": rope_table.cos.shape[1]}
         fields["first"] = rope_table.first
-        fields |= {"positions": rows.positions, "slots": rows.slots[0], "eps": 0.0, "offset": 0.0, "kv_type": 0}
+        fields |= {"positions": rows.rope_rows, "slots": rows.slots[0], "eps": 0.0, "offset": 0.0, "kv_type": 0}
         pointers = ("q_norm", "k_norm", "copy_begin", "copy_slots", "k", "v", "k_scale", "v_scale", "k_mean")
         self.graph.put("rope_store", x.dim, None, fields | {"value_dim": 0} | dict.fromkeys(pointers))
         return Value(self.graph, x.buffer, x.width, x.item_bytes, column=x.column)
@@ -275,7 +275,7 @@ class CpuOps:
             "sin": None if rope_table is None else rope_table.sin,
             "pairs": 0 if rope_table is None else rope_table.cos.shape[1],
             "first": 0 if rope_table is None else rope_table.first,
-            "positions": rows.positions,
+            "positions": rows.rope_rows,
             "slots": rows.slots[cache.kind],
             "copy_begin": rows.copy_begin,
             "copy_slots": rows.copy_slots,

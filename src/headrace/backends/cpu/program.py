@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.backends import places
 from headrace.backends.cpu.cache import KVCache
 from headrace.backends.cpu.memory import aligned
 from headrace.backends.cpu.ops import CpuOps
@@ -75,7 +76,7 @@ class TapedProgram:
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
             lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features,
-            has_adapters=ops.adapters is not None,
+            has_adapters=ops.adapters is not None, has_places=places.table_of(model) is not None,
         )  # fmt: skip
         if ops.adapters is not None:
             ops.adapters.rows = self.inputs
@@ -144,6 +145,8 @@ class TapedProgram:
     def fill(self, chunks: Chunks, rows: list[int], features: F32 | None = None) -> list[int]:
         """Write the inputs of a step with the logits of `rows`, and return the sizes of its dimensions."""
         num_rows = self.inputs.fill(chunks)
+        if chunks.places is not None and (table := places.table_of(self.model)) is not None:
+            places.fill(self.inputs.rope_rows, chunks.places, table)
         if self.model.feature_size:
             numbers = self.model.no_features if features is None else features
             self._features[:num_rows, : self.model.feature_size] = numbers

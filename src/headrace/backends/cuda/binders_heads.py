@@ -26,7 +26,7 @@ class Frame(Protocol):
 def _rope(frame: Frame, node: Node) -> list[Launch]:
     f, x = node.fields, frame.rows(node.fields["x"])
     heads, form = Heads(f["num_heads"], 0, f["head_dim"]), HeadForm(f["rope_table"])
-    return [rope_store.rope_store(x, heads, None, None, f["rows"].positions, frame.sizes, len(x), form)]
+    return [rope_store.rope_store(x, heads, None, None, f["rows"].rope_rows, frame.sizes, len(x), form)]
 
 
 def _by_head(frame: Frame, node: Node) -> list[Launch]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.backends import places
 from headrace.backends.base import DrawnRows
 from headrace.backends.cuda import tuned
 from headrace.backends.cuda.cache import KVCache
@@ -151,15 +152,16 @@ class CudaProgram:
         """Make the step's inputs; return their images on the device."""
         lengths: list[int] = []
         shape = self.kinds, self.block_size, most
-        make_step_rows(lengths.append, *shape)
+        has_places = places.table_of(self.model) is not None
+        make_step_rows(lengths.append, *shape, has_places=has_places)
         num_items = spans.ITEM * spans.max_items(self.max_rows, max_len)
         self._staging = Staging([3, self.max_logits, num_items, self.max_rows, *lengths], self._device)
         host, device = iter(self._staging.host), iter(self._staging.device)
         self._sizes, self._logit_rows, self._items, self._carry = (next(host) for _ in range(4))
         sizes, self._logit_rows_image, items, self._carry_image = (next(device) for _ in range(4))
         self._step = StepTensors(sizes, items.view(-1, spans.ITEM))
-        self.inputs = make_step_rows(lambda _: next(host), *shape)
-        image = make_step_rows(lambda _: next(device), *shape, features)
+        self.inputs = make_step_rows(lambda _: next(host), *shape, has_places=has_places)
+        image = make_step_rows(lambda _: next(device), *shape, features, has_places=has_places)
         self._token_ids: Tensor = image.token_ids
         self._arrival = Mark(self._device)
         return image
@@ -274,6 +276,8 @@ class CudaProgram:
     def _fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` on the host. Returns the number of rows."""
         num_rows = self.inputs.fill(chunks)
+        if chunks.places is not None and (table := places.table_of(self.model)) is not None:
+            places.fill(self.inputs.rope_rows, chunks.places, table)
         lens = [len(ids) for ids in chunks.token_ids]
         begins = self.inputs.table_begin[:-1]
         items = spans.work_list(chunks.starts, lens, begins, *self._tile_rows, self._partials, self._sees_all)

@@ -344,7 +344,7 @@ def _rope_store(frame: Frame, node: Node) -> list[Launch]:
             f["heads"],
             f["cache"],
             step.slots[f["cache"].kind],
-            step.positions,
+            step.rope_rows,
             frame.sizes,
             len(x),
             f["form"],

@@ -25,6 +25,8 @@ class ForwardBatch:
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
+    rope_rows: rows of the rope table; None: `positions`.
+    places: int64 [R, axes], the positions by which rows turn, of a table with axes; None: `positions`.
     read: rows whose logits or hidden states are read; None: all may be.
     notes: results that ropes and attention compute once a step, each under its own key.
     """
@@ -39,6 +41,8 @@ class ForwardBatch:
     states_in: Sequence[int] = ()
     states_out: Mapping[int, int] = field(default_factory=dict)
     features: Tensor | None = None
+    rope_rows: Tensor | None = None
+    places: Tensor | None = None
     read: frozenset[int] | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -66,4 +70,5 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
         states_in=chunks.states_in,
         states_out=dict(chunks.states_out),
+        places=None if chunks.places is None else torch.as_tensor(chunks.places, dtype=torch.int64, device=device),
     )

@@ -228,8 +228,14 @@ class RefOps:
     def angles(self, rows: ForwardBatch, rope_table: RopeTable) -> tuple[Tensor, Tensor]:
         """cos and sin [R, P] of the rows' positions."""
         angles: tuple[Tensor, Tensor] | None = rows.notes.get(id(rope_table.cos))
-        if angles is None:
-            angles = rope_table.cos.index_select(0, rows.positions), rope_table.sin.index_select(0, rows.positions)
+        if angles is None and rope_table.axes is not None and rows.places is not None:
+            of_pairs = torch.as_tensor(rope_table.axes.of_pairs, device=rows.places.device)
+            places = rows.places[:, of_pairs]
+            angles = rope_table.cos.gather(0, places), rope_table.sin.gather(0, places)
+            rows.notes[id(rope_table.cos)] = angles
+        elif angles is None:
+            at = rows.positions if rows.rope_rows is None else rows.rope_rows
+            angles = rope_table.cos.index_select(0, at), rope_table.sin.index_select(0, at)
             rows.notes[id(rope_table.cos)] = angles
         return angles
 

@@ -6,16 +6,17 @@ Called by `load`.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.engine.library.class_heads import class_form
-from headrace.engine.library.sentence_files import SentenceFiles
+from headrace.engine.library.sentence_files import SentenceFiles, read_projection, read_sentence_files
 from headrace.models import Model, find
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.head import Head, labels
+from headrace.models.encoders.head import Head, WordWeights, labels
 from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import CheckpointError, RequestError
 from headrace.protocol.step import Activation, Classes, Pooling
@@ -32,14 +33,19 @@ PROBLEMS: dict[str, Activation | None] = {
 def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
     """Have the layers behind the pooling, if the files have any, applied to the pooled vector. Return the files. Raises
     `CheckpointError`."""
+    if sentences.words is not None:
+        if not isinstance(model.classifier, WordWeights):
+            raise CheckpointError("modules.json: SpladePooling, expected an encoder with a head for masked words")
+        model.classifier = replace(model.classifier, sums=sentences.words.sums, num_logs=sentences.words.num_logs)
+        return sentences
     if not sentences.layers:
         return sentences
     width = sentences.layers[0].weight.shape[1]
     expected = sentences.pooled_width(model.hidden_size)
     if model.classifier is not None or width != expected or not sentences.pooling:
         raise CheckpointError(
-            f"modules.json: a Dense layer reads {width} numbers, expected one behind a Pooling of the model's "
-            f"{expected}, which has no classes"
+            f"modules.json: a Dense layer reads {width} numbers, expected one of the model's {expected}, which has no "
+            "classes"
         )
     model.classifier = Head(sentences.layers, sentences.pooling)
     return sentences
@@ -48,9 +54,14 @@ def add_layers(model: Model, sentences: SentenceFiles) -> SentenceFiles:
 def with_ends(values: dict[str, Any], names: Collection[str], directory: Path) -> tuple[dict[str, Any], bool]:
     """Return the values of config.json, and whether the checkpoint has the head of a decoder or one that is tied to its
     table. Where a model of vectors has none, which its files or its class (`MistralModel`) show, or one of classes,
-    whose head is `score`, the values tie one."""
+    whose head is `score`, the values tie one. Of an encoder they tell whether its vectors are weights of words,
+    and how wide ColBERT's are."""
     kind, form = find(values["model_type"]).Model, class_form(values)
-    if form is not None and not form.tokens and not kind.both_ways:
+    if kind.both_ways:
+        gives_words, layer = read_sentence_files(directory).words is not None, read_projection(directory)
+        width = 0 if layer is None else len(layer.weight)
+        return values | {"gives_word_weights": gives_words, "token_width": width}, True
+    if form is not None and not form.tokens:
         return values | {"tie_word_embeddings": True}, True
     if values.get("tie_word_embeddings", getattr(kind, "default_tied", True)):
         return values, True
@@ -65,7 +76,7 @@ def pooled_form(model: Model, config: ModelConfig, sentences: SentenceFiles) -> 
     """Return the kind of vectors that a model has where a request names none, and the classes of a classifier. Raises
     `CheckpointError`."""
     head = getattr(model, "classifier", None)
-    if head is None or sentences.layers:
+    if head is None or sentences.layers or sentences.words is not None:
         return sentences.pooling or ("mean" if model.both_ways else ""), None
     names = labels(config)
     activation, second_type = _activation(config.values, len(names)), getattr(model, "second_type", 0)

@@ -190,7 +190,7 @@ def _build_runner(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logprobs=config.max_logprobs,
-        hidden_size=sentences.width(model.hidden_size),
+        hidden_size=sentences.width(model.hidden_size, model.vocab_size),
         scheduling_policy=config.policy,
         dtype=backend.dtype,
         kv_cache_dtype=kv_dtype,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace import gguf, hub
 from headrace.backends import make_backend
 from headrace.backends.base import Backend
+from headrace.backends.places import table_of
 from headrace.checkpoint import gguf_config, gguf_tower
 from headrace.checkpoint.gguf_parts import FLOATS
 from headrace.checkpoint.gguf_source import GGUFWeights
@@ -95,13 +97,21 @@ def _loaded(config: EngineConfig, directory: Path, model: Model, source: Source)
     values, settings = source.values, source.settings
     kind, vision = towers.kind_of(values), values["vision_config"]
     backend, weights = _weights(config, directory, source, kind)
-    with naming(source.path):
+    with nullcontext() if source.projector is None else naming(source.path):
         tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, backend.ops)
         weights.finish()
+        if tower.parts and backend.name == "cuda":
+            raise CheckpointError("backend cuda has no room for a tower of several programs, as windows make it")
+        if len(tower.further) > len(model.layers):
+            raise CheckpointError(
+                f"the tower's rows go behind {len(tower.further)} layers, the text has {len(model.layers)}"
+            )
         if tower.text_size != model.hidden_size:
             raise CheckpointError(f"the tower's rows have {tower.text_size} numbers, the text's {model.hidden_size}")
     backend.choose_activations(tower, "auto", config.num_threads)
-    take_pictures(model)
+    if tower.side_of_row and table_of(model) is None:
+        raise CheckpointError("config.json: mrope_section does not fit the heads of the text")
+    take_pictures(model, len(tower.further))
     rows = PictureRows(
         tower, backend, norm_of(settings, str(values["model_type"])), model.no_features, config.num_threads
     )

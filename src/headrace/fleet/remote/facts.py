@@ -11,7 +11,7 @@ from typing import NamedTuple
 from headrace.fleet.remote.wire import Loaded
 from headrace.protocol.adapters import MAX_LORA_RANK, MAX_LORAS
 from headrace.protocol.kinds import POLICIES
-from headrace.protocol.step import POOLINGS, EngineInfo
+from headrace.protocol.step import ALL_ROWS, POOLINGS, SPARSE_POOLINGS, EngineInfo
 from headrace.secure.handshake import HandshakeError
 
 MAX_BYTES = 2**50
@@ -41,7 +41,7 @@ BOUNDS = {
 }
 """Of the single numbers of `EngineInfo`: far above those of any model, and below those at which a list of that length
 would be a fault."""
-TEXTS = ("model", "dtype", "kv_cache_dtype", "quantization", "activations", "backend", "device", "version")
+TEXTS = ("model", "dtype", "kv_cache_dtype", "quantization", "activations", "backend", "device", "version", "pictures")
 
 
 def check(loaded: Loaded) -> None:
@@ -66,8 +66,9 @@ def check(loaded: Loaded) -> None:
         if len(label) > MAX_LETTERS:
             raise _refusal("info.classes", label[:20] + "...", f"of at most {MAX_LETTERS} letters")
     kinds = info.pooling.split("+") if info.pooling else []
-    if len(set(kinds) & set(POOLINGS)) < len(kinds):
-        raise _refusal("info.pooling", info.pooling[:80], f"one or several of {', '.join(POOLINGS)}")
+    if len(set(kinds) & set(POOLINGS)) < len(kinds) and info.pooling not in (*SPARSE_POOLINGS, ALL_ROWS):
+        known = f"one or several of {', '.join(POOLINGS)}, or one of {', '.join((*SPARSE_POOLINGS, ALL_ROWS))}"
+        raise _refusal("info.pooling", info.pooling[:80], known)
     if info.scheduling_policy not in POLICIES:
         raise _refusal("info.scheduling_policy", info.scheduling_policy[:80], f"one of {', '.join(POLICIES)}")
 

@@ -16,14 +16,14 @@ from headrace.backends.base import Array, Cache, HeadForm, Heads, LayerShape, Ro
 from headrace.models import Model
 from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
-from headrace.models.encoders.head import Head, dense, labels
+from headrace.models.encoders.head import Head, WordWeights, dense, labels
 from headrace.models.rope import make_rope_table, pair_order
 from headrace.models.unread import verify
 from headrace.models.weights import Linear
 from headrace.protocol.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from headrace.backends.base import Ops
+    from headrace.backends.base import Activation, Matrix, Ops
     from headrace.models.weights import Weights
 
 
@@ -182,6 +182,33 @@ class PostNormLayer:
         return self.mlp_norm(x + self.mlp(x))
 
 
+class WordLayers(NamedTuple):
+    """The names of the parts of a head for masked words (`ForMaskedLM`). activation: None for the model's own. biased,
+    norm_biased: whether the first layer and the norm have biases."""
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str
+    activation: Activation | None = "gelu"
+    biased: bool = True
+    norm_biased: bool = True
+
+
+class WordHead:
+    """x -> its logits for the tokens of the vocabulary [S, V], without their bias: words @ norm(act(dense(x)))."""
+
+    def __init__(self, model: Encoder, parts: WordLayers, words: Matrix) -> None:
+        width = model.hidden_size
+        self.dense = model.weights.matrix(Linear([parts.dense], width, [width], bias=parts.biased))
+        self.norm = LayerNorm(model, parts.norm, bias=parts.norm_biased)
+        self.ops, self.kind, self.words = model.ops, parts.activation or model.activation, words
+
+    def __call__(self, x: Array) -> Array:
+        x = self.ops.activation(self.ops.linear(x, self.dense), self.kind)
+        return self.ops.linear(self.norm(x), self.words)
+
+
 class Encoder(Model):
     """Embeddings and layers; no head. A model file sets `keys`, and makes the parts in its constructor.
 
@@ -191,6 +218,9 @@ class Encoder(Model):
     both_ways = True
     second_type = 0
     """What the ids of a pair's second text are raised by, where the model has types of tokens."""
+    word_layers: WordLayers | None = None
+    word_head: WordHead | None = None
+    """Of a model whose vectors are weights of words (SPLADE)."""
     positions: Array | None = None
     """A table that is added to the tokens' embeddings, by position."""
     spare = r"(\w+\.)?(pooler|classifier|cls|lm_head|head|decoder|vocab_\w+|pre_classifier|qa_outputs)(\..*|$)"
@@ -216,6 +246,9 @@ class Encoder(Model):
                 f"{self.num_heads}"
             )
         self.num_classes = num_classes(config)
+        if width := config.integer("token_width", 0, low=0):
+            # ColBERT's layer, which `engine.library` reads: it has no place among this model's own.
+            weights.numbers("linear.weight", (width, self.hidden_size))
         self.cache_shapes = [LayerShape(self.num_heads, self.hidden_size // self.num_heads)] * self.num_layers
 
     def root_of(self, *roots: str) -> str:
@@ -223,8 +256,26 @@ class Encoder(Model):
         return next((root for root in roots if self.weights.has_prefix(root)), "")
 
     def words(self, name: str) -> Array:
-        """Return the table of the tokens' embeddings."""
-        return self.weights.table(name, (self.vocab_size, self.hidden_size))
+        """Return the table of the tokens' embeddings, and make the head for masked words where the model's vectors
+        are made by it."""
+        shape = (self.vocab_size, self.hidden_size)
+        if not self.config.flag("gives_word_weights", False):
+            return self.weights.table(name, shape)
+        parts = self.word_layers
+        if parts is None or self.num_classes:
+            raise CheckpointError(
+                "modules.json: SpladePooling, expected a model of another type: of this one no head for masked words "
+                "is read"
+            )
+        tied = self.config.flag("tie_word_embeddings", True)
+        table, words = self.weights.ends(name.removesuffix(".weight"), parts.decoder, shape, tied=tied)
+        self.word_head = WordHead(self, parts, words)
+        # A bias is stored under either name, or both, and they are tied as the matrix is.
+        biases = (parts.bias, f"{parts.decoder}.bias")
+        bias = next((each for each in (biases if tied else biases[::-1]) if self.weights.has(each)), None)
+        numbers = np.zeros(self.vocab_size) if bias is None else self.weights.numbers(bias, shape[:1])
+        self.classifier = WordWeights(numbers.astype(np.float64))
+        return table
 
     def type_rows(self, name: str) -> NDArray[np.float32]:
         """Return the embeddings of the types of tokens [types, H]. All tokens of a single text have the first."""
@@ -260,8 +311,14 @@ class Encoder(Model):
         return self.norm(x if self.positions is None else x + self.ops.embedding(rows.positions, self.positions))
 
     def final(self, hidden: Array, rows: Array) -> Array:
+        """The vectors, or with a head for masked words the logits."""
+        x = self.last(hidden, rows)
+        return x if self.word_head is None else self.word_head(x)
+
+    def last(self, hidden: Array, rows: Array) -> Array:
+        """The rows behind the last layer."""
         return self.ops.select(hidden, rows)
 
     def logits(self, hidden: Array, rows: Array) -> Array:
         """The vectors themselves: nothing is drawn from an encoder."""
-        return self.final(hidden, rows)
+        return self.last(hidden, rows)

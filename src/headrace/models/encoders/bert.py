@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.base import MLP, Attention, Encoder, LayerNorm, PostNormLayer
+from headrace.models.encoders.base import MLP, Attention, Encoder, LayerNorm, PostNormLayer, WordLayers
 from headrace.models.unread import Unread
 
 if TYPE_CHECKING:
@@ -32,6 +32,13 @@ class Model(Encoder):
         Unread("add_cross_attention", False, "attention to another model's states"),
     )
     roots: tuple[str, ...] = ("bert.",)
+    word_layers: WordLayers | None = WordLayers(
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
+        "cls.predictions.bias",
+        activation=None,
+    )
     first_position = 0
     """Row of the first position in the table of positions."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.base import MLP, Attention, Encoder, Keys, LayerNorm, PostNormLayer
+from headrace.models.encoders.base import MLP, Attention, Encoder, Keys, LayerNorm, PostNormLayer, WordLayers
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -24,6 +24,7 @@ TINY = {
 
 class Model(Encoder):
     keys = Keys("dim", "hidden_dim", "n_layers", "n_heads", "activation")
+    word_layers = WordLayers("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias", None)
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().__init__(config, weights, ops, max_model_len)

@@ -18,6 +18,7 @@ TINY = bert.TINY | {"model_type": "electra", "embedding_size": 48}
 
 class Model(bert.Model):
     roots = ("electra.",)
+    word_layers = None
     spare = rf"{Encoder.spare}|(discriminator|generator)_\w+\..*"
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:

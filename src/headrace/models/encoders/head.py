@@ -101,6 +101,40 @@ class Head:
         return pooled
 
 
+@dataclass(frozen=True)
+class WordWeights:
+    """SPLADE's weights of the vocabulary's tokens (Formal et al. 2021): log(1 + relu(logit)), of the greatest logit of
+    a text's rows, or summed over the rows. num_logs: 2 for log(1 + log(1 + relu(logit))) (Shen et al. 2025).
+
+    The `bias` [V] of the logits is added here, in float64: rows come without it.
+    """
+
+    bias: F64
+    sums: bool = False
+    num_logs: int = 1
+
+    def weights(self, row: F64) -> F64:
+        """The logits of a row, or the greatest of all rows [V] -> the weights [V]."""
+        row = row + self.bias
+        places = np.flatnonzero(row > 0)
+        above = row[places]
+        for _ in range(self.num_logs):
+            above = np.log1p(above)
+        weights = np.zeros(len(row))
+        weights[places] = above
+        return weights
+
+    def __call__(self, pooled: F64) -> F64:
+        """The pooled numbers of a text [V] -> V, the places of the weights that are not 0, and these weights. Numbers
+        that are not finite come back as they are."""
+        if not np.isfinite(pooled).all():
+            return pooled
+        weights = pooled if self.sums else self.weights(pooled)
+        # As they are given out: rounded to float32, in which a weight may be 0.
+        places = np.flatnonzero(weights.astype(np.float32))
+        return np.concatenate([[len(weights)], places, weights[places]])
+
+
 class Numbers(Protocol):
     """Tensors by name, as `Weights` has them."""
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from headrace.backends.base import Array, Cache, Rows
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.base import Attention, Encoder, GatedMLP, Keys, LayerNorm
+from headrace.models.decoder import ACTIVATIONS
+from headrace.models.encoders.base import Attention, Encoder, GatedMLP, Keys, LayerNorm, WordLayers
 from headrace.models.encoders.head import Head, Norm, dense
 from headrace.models.unread import Unread
 from headrace.protocol.errors import CheckpointError
@@ -65,6 +66,10 @@ class Model(Encoder):
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().__init__(config, weights, ops, max_model_len)
+        if config.flag("gives_word_weights", False):
+            kind = config.choice("classifier_activation", ACTIVATIONS, "gelu")
+            biased, normed = config.flag("classifier_bias", False), "bias" in self.norm_parts
+            self.word_layers = WordLayers("head.dense", "head.norm", "decoder", "decoder.bias", kind, biased, normed)
         root = self.root_of("model.")
         self.rope_tables = {kind: self.rotary(self.rope_of(kind)) for kind in THETAS}
         self.embedding = self.words(f"{root}embeddings.tok_embeddings.weight")
@@ -106,5 +111,5 @@ class Model(Encoder):
         stated = self.config.mapping("rope_parameters").values.get(kind) or {}
         return ModelConfig({"rope_type": "default", "rope_theta": self.config.number(key, theta)} | stated)
 
-    def final(self, hidden: Array, rows: Array) -> Array:
+    def last(self, hidden: Array, rows: Array) -> Array:
         return self.final_norm(self.ops.select(hidden, rows))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.models.config import ModelConfig
-from headrace.models.encoders.base import MLP, Attention, Encoder, LayerNorm, PostNormLayer
+from headrace.models.encoders.base import MLP, Attention, Encoder, LayerNorm, PostNormLayer, WordLayers
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -31,6 +31,8 @@ FIRST_POSITION = 2
 
 
 class Model(Encoder):
+    word_layers = WordLayers("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         super().__init__(config, weights, ops, max_model_len)
         root = self.root_of("mpnet.")

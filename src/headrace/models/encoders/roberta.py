@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace.models.config import ModelConfig
 from headrace.models.encoders import bert
+from headrace.models.encoders.base import WordLayers
 
 if TYPE_CHECKING:
     from headrace.backends.base import Ops
@@ -16,6 +17,7 @@ TINY = bert.TINY | {"model_type": "roberta", "max_position_embeddings": 514, "ty
 
 class Model(bert.Model):
     roots = ("roberta.",)
+    word_layers = WordLayers("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
         self.first_position = first_position(config)

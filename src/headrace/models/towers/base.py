@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backends.base import Array, Cache, LayerShape, Rows
+from headrace.backends.base import Array, Cache, LayerShape, RopeTable, Rows
 from headrace.models import Model
 from headrace.models.config import MAX_LAYERS, ModelConfig
 from headrace.models.decoder import ACTIVATIONS
@@ -69,6 +69,32 @@ class Connector(Model):
         return self.final(hidden, rows)
 
 
+class Part(Model):
+    """Layers of a tower that are a program of their own, rows [R, H] -> rows [R, H]: in a program all layers see the
+    same rows. is_windowed: each row sees its window alone (`Tower.windows`). Layer i has the layer_id i."""
+
+    both_ways = True
+    embedding = None
+    head: Any = None
+    vocab_size = 1
+
+    def __init__(self, tower: Tower, layers: Sequence[PreNormLayer], *, is_windowed: bool) -> None:
+        self.ops, self.layers, self.is_windowed = tower.ops, layers, is_windowed
+        self.feature_size = self.hidden_size = tower.hidden_size
+        self.rope_table = tower.rope_table
+        self.cache_shapes = list(tower.cache_shapes)[: len(layers)]
+
+    def enter(self, rows: Rows) -> Array:
+        return rows.features
+
+    def final(self, hidden: Array, rows: Array) -> Array:
+        return self.ops.select(hidden, rows)
+
+    def logits(self, hidden: Array, rows: Array) -> Array:
+        """The rows themselves."""
+        return self.final(hidden, rows)
+
+
 def two_layers(
     tower: Tower, names: tuple[str, str], sizes: tuple[int, int, int], kind: Any, *, bias: bool = True
 ) -> Callable[[Array], Array]:
@@ -102,6 +128,15 @@ class Tower(Model):
     default_activation = "gelu_pytorch_tanh"
     num_extra = 0
     """Rows before those of the patches, such as the class token's; they are dropped before merging."""
+    further: Sequence[tuple[int, Connector]] = ()
+    """Layers, and the connectors that make further rows of the rows before them, to be added behind the text's first
+    layers (DeepStack, Meng et al. 2024)."""
+    parts: Sequence[Part] = ()
+    """Layers behind the tower's own, which then `is_windowed`."""
+    is_windowed = False
+    rope_table: RopeTable | None = None
+    side_of_row = 0
+    """Pixels of a side of a row's square, where rows of the text turn by their line and column (`models.axes`)."""
 
     def __init__(self, config: ModelConfig, outer: ModelConfig, weights: Weights, ops: Ops) -> None:
         self.config, self.outer, self.weights, self.ops = config, outer, weights, ops
@@ -153,6 +188,14 @@ class Tower(Model):
         lines, columns = self.grid(height, width)
         return list(range(self.num_extra + lines * columns))
 
+    def turns(self, height: int, width: int) -> NDArray[np.int64] | None:
+        """Return the lines and columns [R, 2] by which patches turn; None for a tower without a rope."""
+        return None
+
+    def windows(self, height: int, width: int) -> list[int]:
+        """Return the numbers of rows of the windows of a picture, whose rows follow each other window by window."""
+        raise NotImplementedError
+
     def merged(self, hidden: F32, height: int, width: int) -> F32:
         """The last layer's rows [R, H] -> the connector's [N, K]."""
         raise NotImplementedError
@@ -179,14 +222,21 @@ def shuffled(rows: F32, lines: int, columns: int, factor: int, *, by_columns: bo
     return np.ascontiguousarray(parts.transpose(order)).reshape(-1, factor**2 * width)
 
 
-def take_pictures(model: Any) -> None:
+def take_pictures(model: Any, num_further: int = 0) -> None:
     """Have rows of pictures take the places of the tokens that a decoder embeds. Columns [0, H) of `Rows.features` are
-    such a row, zeros for a token; the last one is 0 for a row of a picture and 1 for a token."""
+    such a row, zeros for a token; the last one is 0 for a row of a picture and 1 for a token. Between them are
+    `num_further` more rows, each to be added behind one of the first layers."""
     ops, width, embed = model.ops, model.hidden_size, model.enter
+    last = (1 + num_further) * width
 
     def enter(rows: Rows) -> Array:
-        tokens = ops.multiply(embed(rows), ops.columns(rows.features, width, 1), "identity")
+        tokens = ops.multiply(embed(rows), ops.columns(rows.features, last, 1), "identity")
         return tokens + ops.columns(rows.features, 0, width)
 
-    model.enter, model.feature_size = enter, width + 1
-    model.no_features = np.append(np.zeros(width, np.float32), np.float32(1))
+    def added(layer: Callable[..., Array], first: int) -> Callable[..., Array]:
+        return lambda x, rows, kv: layer(x, rows, kv) + ops.columns(rows.features, first, width)
+
+    for i in range(num_further):
+        model.layers[i] = added(model.layers[i], (1 + i) * width)
+    model.enter, model.feature_size = enter, last + 1
+    model.no_features = np.append(np.zeros(last, np.float32), np.float32(1))

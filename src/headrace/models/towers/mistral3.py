@@ -38,7 +38,7 @@ class PlacedAttention(Attention):
     def __call__(self, x: Array, rows: Rows, kv: Sequence[Cache]) -> Array:
         ops, cache = self.ops, kv[self.layer_id]
         by_place: Any = rows
-        by_place = dataclasses.replace(by_place, positions=by_place.token_ids)
+        by_place = dataclasses.replace(by_place, rope_rows=by_place.token_ids)
         query = ops.rope_store(self.inputs(x), self.heads, by_place, cache, self.form)
         return ops.linear(ops.attention(query, self.heads, rows, cache, self.scoring), self.out)
 

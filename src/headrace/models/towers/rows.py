@@ -6,8 +6,9 @@ pixels and programs; must not know requests. Made by `engine.library.towers`, ca
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -45,13 +46,17 @@ class PictureRows:
     """The rows that `tower` makes of pictures, with the features that the text's program reads them in."""
 
     def __init__(self, tower: Tower, backend: Backend, norm: Norm, blank: F32, num_threads: int) -> None:
-        self.blank = blank
+        self.blank, self.has_places = blank, tower.side_of_row > 0
         self.tower, self._norm = tower, norm
         num_blocks = -(-MAX_PATCHES // BLOCK)
-        set_up = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
-        self._program = backend.program(tower, set_up)
+        whole = SetUp((num_blocks,), BLOCK, backend.dtype, MAX_READ, MAX_PATCHES, num_blocks, num_threads)
+        by_window = SetUp((MAX_READ,), BLOCK, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
+        layers = [layer for layer, _ in tower.further]
+        self._programs = [backend.program(tower, by_window if tower.is_windowed else whole, layers)]
+        self._programs += [backend.program(part, by_window if part.is_windowed else whole) for part in tower.parts]
         connecting = SetUp((1,), MAX_ROWS, backend.dtype, MAX_READ, MAX_ROWS, 1, num_threads)
-        self._connector = backend.program(tower.connector, connecting)
+        connectors = [tower.connector, *(connector for _, connector in tower.further)]
+        self._connectors = [backend.program(connector, connecting) for connector in connectors]
         self._known: OrderedDict[str, F32] = OrderedDict()
         self._num_bytes = 0
         self.num_computed = 0
@@ -67,31 +72,73 @@ class PictureRows:
             self._num_bytes -= self._known.popitem(last=False)[1].nbytes
         return known
 
+    def places(self, positions: NDArray[np.int64], pictures: Sequence[Picture]) -> NDArray[np.int64]:
+        return turned(positions, pictures, self.tower.side_of_row)
+
     def _computed(self, picture: Picture) -> F32:
         size, tower = (picture.height, picture.width), self.tower
         if tower.num_rows(*size) != picture.num_rows:
             raise ValueError(f"a picture of {size[0]} x {size[1]} pixels for {picture.num_rows} rows")
         pixels = np.frombuffer(picture.pixels, np.uint8).reshape(*size, 3)
-        patches, places = tower.patches(normalised(pixels, self._norm)), tower.places(*size)
-        if len(places) > MAX_PATCHES:
-            raise ValueError(f"a picture of {len(places)} patches, expected at most {MAX_PATCHES}")
-        blocks = list(range(-(-len(places) // BLOCK)))
-        hidden = hidden_states(self._program, places, blocks, patches)
-        merged = tower.merged(hidden[tower.num_extra :], *size)
-        parts = [merged[i : i + MAX_ROWS] for i in range(0, len(merged), MAX_ROWS)]
-        numbers = np.concatenate([hidden_states(self._connector, [0] * len(part), [0], part) for part in parts])
-        return np.concatenate([numbers, np.zeros((len(numbers), 1), np.float32)], axis=1)
+        rows = tower.patches(normalised(pixels, self._norm))
+        if len(rows) > MAX_PATCHES:
+            raise ValueError(f"a picture of {len(rows)} patches, expected at most {MAX_PATCHES}")
+        for program in self._programs:
+            rows = self._through(program, rows, size)
+        layers = [rows]
+        if num_further := len(tower.further):
+            layers += np.split(self._programs[0].features(list(range(len(rows)))), num_further, axis=1)
+        numbers = []
+        for program, hidden in zip(self._connectors, layers, strict=True):
+            merged = tower.merged(hidden[tower.num_extra :], *size)
+            parts = [merged[i : i + MAX_ROWS] for i in range(0, len(merged), MAX_ROWS)]
+            numbers.append(np.concatenate([self._connected(program, part) for part in parts]))
+        return np.concatenate([*numbers, np.zeros((picture.num_rows, 1), np.float32)], axis=1)
+
+    def _through(self, program: Program, rows: F32, size: tuple[int, int]) -> F32:
+        """Return the rows [R, H] behind the layers of a program, of which each sees all others, or its window's."""
+        places, turns, out, at = self.tower.places(*size), self.tower.turns(*size), [], 0
+        windows = self.tower.windows(*size) if program.model.is_windowed else [len(places)]
+        for sizes in portions(windows, MAX_READ, MAX_ROWS):
+            ends = list(itertools.accumulate(sizes, initial=at))
+            num_blocks = [-(-each // BLOCK) for each in sizes]
+            firsts = itertools.accumulate(num_blocks, initial=0)
+            chunks = Chunks(
+                [0] * len(sizes),
+                [places[begin:end] for begin, end in itertools.pairwise(ends)],
+                [list(range(first, first + num)) for first, num in zip(firsts, num_blocks, strict=False)],
+                later=range(ends[-1] - at),
+                observed=range(ends[-1] - at) if self.tower.further else (),
+                places=None if turns is None else turns[at : ends[-1]],
+            )
+            out.append(hidden_states(program, chunks, rows[at : ends[-1]]))
+            at = ends[-1]
+        return np.concatenate(out)
+
+    def _connected(self, program: Program, merged: F32) -> F32:
+        return hidden_states(program, Chunks([0], [[0] * len(merged)], [[0]], later=range(len(merged))), merged)
 
     def close(self) -> None:
         """Free the memory of the programs. May be called twice."""
-        self._program.close()
-        self._connector.close()
+        for program in (*self._programs, *self._connectors):
+            program.close()
 
 
-def hidden_states(program: Program, token_ids: list[int], blocks: list[int], features: F32) -> F32:
-    """Return the hidden states [R, H] of all rows of one chunk."""
-    rows = list(range(len(token_ids)))
-    program.forward(Chunks([0], [token_ids], [blocks], later=rows), [], features)
+def portions(sizes: Sequence[int], most: int, most_rows: int) -> Iterator[list[int]]:
+    """Yield windows, `most` at once, with `most_rows` rows in all where each has fewer."""
+    portion: list[int] = []
+    for size in sizes:
+        if portion and (len(portion) == most or sum(portion) + size > most_rows):
+            yield portion
+            portion = []
+        portion.append(size)
+    yield portion
+
+
+def hidden_states(program: Program, chunks: Chunks, features: F32) -> F32:
+    """Return the hidden states [R, H] of all rows."""
+    rows = list(chunks.later)
+    program.forward(chunks, [], features)
     return np.concatenate([program.hidden_states(rows[i : i + MAX_READ]).copy() for i in range(0, len(rows), MAX_READ)])
 
 
@@ -109,3 +156,22 @@ def rounded(numbers: F32) -> F32:
     """Return the nearest numbers of bfloat16, of equally near ones the even one."""
     words = np.ascontiguousarray(numbers).view(np.uint32)
     return (words + (0x7FFF + (words >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+
+def turned(positions: NDArray[np.int64], pictures: Sequence[Picture], side: int) -> NDArray[np.int64]:
+    """Positions [R] of a sequence in the cache -> those [R, 3] by which its rows turn: time, line and column (M-RoPE).
+
+    The rows of a picture have its first one's time, and lines and columns from there on; the text behind it begins
+    after the greatest of them. Raises ValueError for a picture whose rows are not one run.
+    """
+    places = np.repeat(positions[:, None], 3, axis=1)
+    for picture in pictures:
+        if len(picture.spans) != 1:
+            raise ValueError(f"a picture's rows in {len(picture.spans)} runs, expected one")
+        [(first, num)] = picture.spans
+        lines, columns = picture.height // side, picture.width // side
+        inside, behind = (positions >= first) & (positions < first + num), positions >= first + num
+        rows = positions[inside] - first
+        places[inside] += np.stack([-rows, rows // columns - rows, rows % columns - rows], axis=1)
+        places[behind] += max(lines, columns) - num
+    return places

@@ -47,7 +47,7 @@ _ADMIN_UNDER = "/api/blobs/"
 _SETTINGS_PATHS = frozenset({"/props", "/lora-adapters"})
 _INFER_PATHS = frozenset(
     "/tokenize /detokenize /completion /completions /embedding /embeddings /apply-template /props /infill /score "
-    "/embed /predict /similarity /info "
+    "/embed /embed_sparse /predict /similarity /info "
     "/rerank /reranking /pooling /classify /invocations /tokenizer_info /lora-adapters /chat/completions /models "
     "/responses /chat/completions/input_tokens".split()
 )

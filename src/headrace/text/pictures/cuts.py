@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 MAX_SIDE = 4096
 """Pixels of a side that idefics3's processor resizes a picture to at most."""
 MAX_TILES = 64
+MAX_RATIO = 200
+"""Of the sides of a picture that Qwen's processor takes."""
+MAX_QWEN_PATCHES = 2**14
+"""Patches of a picture that Qwen's towers take: one that has more is made smaller, where their processor makes it so
+from `size.longest_edge` on."""
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """The numbers of Pillow's filters, as in preprocessor_config.json."""
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -201,6 +206,45 @@ def _llava_size(width: int, height: int, settings: Settings) -> tuple[int, int]:
     return int(shorter * width / height), shorter
 
 
+def qwen(image: Image, settings: Settings) -> Tiles:
+    """Both sides multiples of a row's, and pixels between size.shortest_edge and size.longest_edge."""
+    patch = settings.integer("patch_size", default=14)
+    side = patch * settings.integer("merge_size", default=2)
+    # A resized picture has at most as many patches as a tower takes.
+    least, most = (
+        settings.integer(*names, default=default, high=2**30)
+        for names, default in (
+            (("min_pixels",) if settings.has("min_pixels") else ("size", "shortest_edge"), 56 * 56),
+            (("max_pixels",) if settings.has("max_pixels") else ("size", "longest_edge"), 28 * 28 * 1280),
+        )
+    )
+    most = min(most, MAX_QWEN_PATCHES * patch**2)
+    width, height = image.size
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(f"{width} x {height} pixels, expected sides of at most {MAX_RATIO} to 1")
+    resizes, new = settings.flag("do_resize", True), [height, width]
+    if not resizes and (width % side or height % side):
+        raise ValueError(f"{width} x {height} pixels, expected multiples of {side}")
+    if resizes:
+        new = _qwen_size(height, width, side, least, most)
+    if new[0] * new[1] > MAX_QWEN_PATCHES * patch**2:
+        raise ValueError(
+            f"{new[1]} x {new[0]} pixels, expected at most {MAX_QWEN_PATCHES} patches of {patch} x {patch}"
+        )
+    return Tiles([image.resize((new[1], new[0]), settings.filter(BICUBIC)) if resizes else image])
+
+
+def _qwen_size(height: int, width: int, side: int, least: int, most: int) -> list[int]:
+    new = [round(size / side) * side for size in (height, width)]
+    if new[0] * new[1] > most:
+        beta = math.sqrt(height * width / most)
+        new = [max(side, math.floor(size / beta / side) * side) for size in (height, width)]
+    elif new[0] * new[1] < least:
+        beta = math.sqrt(least / (height * width))
+        new = [math.ceil(size * beta / side) * side for size in (height, width)]
+    return new
+
+
 def llama4(image: Image, settings: Settings) -> Tiles:
     """Tiles of the canvas that lets the picture grow least, or shrink least, which lies in its upper left; and the
     whole picture, as small as a tile."""
@@ -249,5 +293,10 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "pixtral": pixtral,
     "llava": llava,
     "llama4": llama4,
+    "qwen2_5_vl": qwen,
+    "qwen3_vl": qwen,
+    "qwen3_vl_moe": qwen,
+    "qwen3_5": qwen,
+    "qwen3_5_moe": qwen,
 }
 """The rules by model_type."""

@@ -14,7 +14,7 @@ from headrace import hub
 from headrace.protocol.errors import CheckpointError
 from headrace.text.pictures import projectors
 
-FILES = ("preprocessor_config.json", "processor_config.json")
+FILES = hub.PICTURE_FILES
 
 
 class Grid(NamedTuple):
@@ -92,6 +92,11 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "pixtral": _lines,
     "llava": _one_run,
     "llama4": _llama4,
+    "qwen2_5_vl": _one_run,
+    "qwen3_vl": _one_run,
+    "qwen3_vl_moe": _one_run,
+    "qwen3_5": _one_run,
+    "qwen3_5_moe": _one_run,
 }
 """By model_type. Gemma 3 has none: rows of its text see the whole picture that they stand in, those behind them too,
 which no layer of a decoder here can."""
@@ -106,9 +111,12 @@ WORDS = {
         "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>", "<|tile_x_separator|>"
     ),
 }
+QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose template writes what stands around a picture's rows."""
+WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 
-PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "llama4": 14}
+PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "llama4": 14, "qwen2_5_vl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
 SIDES = {"internvl": 448, "llava": 224, "llama4": 448}
 """Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
@@ -144,6 +152,10 @@ def read_form(directory: Path, tokenizer: Texts, projector: Path | None = None) 
         raise CheckpointError(f"{directory}: the tokenizer lacks {absent[0]!r}, which stands for pictures")
     default = 32 if family == "llava" and tower.get("model_type", CLIP_TYPE) == CLIP_TYPE else PATCHES.get(family, 16)
     patch = _number(tower, "patch_size", default)
+    if family in QWEN:
+        merge = _number(tower, "spatial_merge_size", 2)
+        settings = settings | {"patch_size": patch, "merge_size": merge}
+        return PictureForm(family, settings, words, patch, merge)
     if family in ("internvl", "llama4"):
         ratio = tower.get("pixel_shuffle_ratio", 0.5) if family == "llama4" else values.get("downsample_ratio", 0.5)
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
@@ -227,7 +239,7 @@ class Norm(NamedTuple):
 
 def norm_of(settings: Mapping[str, Any], family: str) -> Norm:
     """Return how the family's processor makes numbers of pixels. Raises `CheckpointError`."""
-    mean, deviation = CLIP if family in ("internvl", "mistral3", "pixtral", "llava") else (HALF, HALF)
+    mean, deviation = CLIP if family in ("internvl", "mistral3", "pixtral", "llava", *QWEN) else (HALF, HALF)
     if settings.get("do_normalize", True):
         mean, deviation = settings.get("image_mean") or mean, settings.get("image_std") or deviation
     else:

@@ -9,12 +9,11 @@ from typing import Any
 
 from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import Picture
+from headrace.text.inputs import IMAGES
 from headrace.text.pictures.forms import read_form
 from headrace.text.pictures.marks import PictureInput
 from headrace.text.pictures.reading import Cut, PictureReader
 from headrace.text.tokenizer import Tokenizer
-
-IMAGES = "multi_modal_data"
 
 
 class OfflinePictures:

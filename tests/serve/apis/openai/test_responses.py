@@ -30,7 +30,7 @@ from headrace.protocol.params import SamplingParams
 from headrace.protocol.step import Finish, Request, TokenLogprob
 from headrace.serve.apis.openai.responses import ResponseAnswer, Responses
 from headrace.serve.apis.openai.responses_events import Output, response_object
-from headrace.serve.apis.openai.responses_input import NamedItem, chat_call, messages_of, read
+from headrace.serve.apis.openai.responses_input import chat_call, read
 from headrace.serve.apis.openai.responses_replay import StoredResponse
 from headrace.serve.call.call import Answer, ChatCall, SamplingFields
 from headrace.serve.call.replies import ChatTokenLogprob
@@ -38,7 +38,6 @@ from headrace.serve.storage.store import Store
 from headrace.serve.storage.writers import Writers
 from headrace.text.outputs import CallPart, Content, ContentParser, Delta, MessageParser, Reasoning, RequestState
 from headrace.text.tokenizer import Tokenizer
-from headrace.text.traits import Traits
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +277,8 @@ def test_usage_tells_what_the_cache_had(client: openai.OpenAI) -> None:
         ({"input": ["a", {"id": f"msg_{'0' * 32}_0"}]}, "input[1].id"),
         ({"input": [{"type": ["message"]}]}, "input[0].type"),
         ({"input": [{"type": "image_generation_call"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "input_video"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0].role"),
         ({"input": "x", "tools": [{"type": "wand"}]}, "tools[0].type"),
         ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
@@ -386,29 +386,6 @@ def test_events_of_reasoning_text_and_calls() -> None:
         assert text == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
         assert item_events[-1]["item"] == item
     assert len({item["id"] for item in items}) == 5
-
-
-def test_items_become_messages() -> None:
-    items = [
-        {"type": "message", "role": "developer", "content": "Be brief."},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Ask."}]},
-        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"at": "Ulm"}'},
-        {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Rain."}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-    ]
-    named = [NamedItem(f"input[{index}]", item) for index, item in enumerate(items)]
-    warnings = ChatCall(messages=[]).warnings
-    messages = [message.template_form(Traits(takes_null=True)) for message in messages_of("Go.", named, warnings)]
-    assert messages[:2] == [{"role": "system", "content": "Go.\n\nBe brief."}, {"role": "user", "content": "Weather?"}]
-    assert messages[2]["reasoning_content"] == "Ask."
-    assert [call["function"]["name"] for call in messages[2]["tool_calls"]] == ["weather", "time"]
-    assert messages[3] == {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"}
-    assert (messages[4]["content"], warnings) == ("noon", [])
-    assert messages[5:] == [{"role": "assistant", "content": "Rain."}, {"role": "assistant", "content": "No."}]
 
 
 def test_fields_become_a_call_s() -> None:

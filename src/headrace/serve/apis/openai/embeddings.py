@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from headrace.engine.generation import off_loop
 from headrace.protocol.errors import RequestError
+from headrace.protocol.step import ALL_ROWS
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.apis.openai.reply import Explanations
@@ -123,11 +124,14 @@ class Embeddings:
     async def pool(self, body: dict[str, Any]) -> PoolingReply:
         """Texts as vectors, as a vector for each token, or as the numbers of classes, in the form of vLLM's pooling."""
         request = convert(PoolingRequest, body)
-        tasks = ("embed", "token_embed") if self.model.front.info.classes is None else ("classify",)
+        info = self.model.front.info
+        of_tokens = info.pooling == ALL_ROWS
+        tasks = ("classify",) if info.classes is not None else ("embed", "token_embed")[of_tokens:]
         if request.task not in (None, *tasks):
             raise RequestError("task", request.task, f"{' or '.join(tasks)}, which this model has")
         embedded: Vectors | TokenVectors
-        rows, embedded = await (self._token_rows if request.task == "token_embed" else self._rows)(request)
+        of_tokens |= request.task == "token_embed"
+        rows, embedded = await (self._token_rows if of_tokens else self._rows)(request)
         data = [PooledVector(index=i, data=cast(Any, row)) for i, row in enumerate(rows)]
         return PoolingReply(
             id=f"pool-{new_request_id()}",

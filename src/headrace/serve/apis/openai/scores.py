@@ -21,9 +21,10 @@ from headrace.serve.apis.openai.embeddings import VectorUsage
 from headrace.serve.apis.openai.reply import Explanations
 from headrace.serve.call.embedding import VectorOptions
 from headrace.serve.call.parsing import Body, WarningLines, convert
-from headrace.serve.call.scoring import Fields, Scores, Scoring, class_rows, scores
+from headrace.serve.call.scoring import Fields, Scores, class_rows, scores
 from headrace.serve.call.service import ServedModel
 from headrace.text.inputs import new_request_id
+from headrace.text.likeness import Scoring
 
 
 class ScoringBody(Body, forbid_unknown_fields=True, kw_only=True):

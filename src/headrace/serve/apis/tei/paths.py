@@ -1,4 +1,4 @@
-"""The routes of Text Embeddings Inference: `/embed`, `/rerank`, `/predict`, `/similarity` and `/info`.
+"""The routes of Text Embeddings Inference: `/embed`, `/embed_sparse`, `/rerank`, `/predict`, `/similarity` and `/info`.
 
 `/rerank` is vLLM's route too: a body with `texts` is TEI's. `serve.call` computes the numbers. Knows requests and
 replies; `add_routes` puts the routes on an app.
@@ -21,7 +21,7 @@ from headrace.protocol.errors import RequestError
 from headrace.serve import routing
 from headrace.serve.apis.openai.completions import as_prompts
 from headrace.serve.apis.openai.scores import RerankReply, RerankRequest, TextObject
-from headrace.serve.call.embedding import VectorOptions, vectors
+from headrace.serve.call.embedding import VectorOptions, sparse_vectors, vectors
 from headrace.serve.call.models import ModelSet
 from headrace.serve.call.parsing import Body, convert
 from headrace.serve.call.scoring import ClassRows, Fields, class_rows, scores
@@ -42,7 +42,7 @@ def _error(status: int, body: ErrorBody) -> TeiError:
     return TeiError(error=body.message, error_type=kind)
 
 
-API = Api(TeiError, _error, prefixes=("/predict", "/similarity", "/info"))
+API = Api(TeiError, _error, prefixes=("/predict", "/similarity", "/info", "/embed_sparse"))
 
 
 class TeiBody(Body, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +59,13 @@ class EmbedRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
     inputs: str | list[Any]
     normalize: bool | None = None
     dimensions: int | None = None
+    prompt_name: str | None = None
+
+
+class SparseRequest(TeiBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /embed_sparse: texts, or lists of token ids."""
+
+    inputs: str | list[Any]
     prompt_name: str | None = None
 
 
@@ -104,6 +111,13 @@ class SimilarityRequest(Body, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
+class SparseValue(msgspec.Struct, kw_only=True):
+    """The weight of a token of the vocabulary."""
+
+    index: int
+    value: float
+
+
 class Rank(msgspec.Struct, kw_only=True):
     index: int
     text: str | UnsetType = UNSET
@@ -137,6 +151,19 @@ async def embed(model: ServedModel, body: dict[str, Any]) -> list[list[float]]:
         normalize=request.normalize is not False, dimensions=request.dimensions, prompt_name=request.prompt_name
     )
     return (await vectors(model.front, as_prompts(request.inputs, "inputs"), options, "inputs")).rows
+
+
+async def embed_sparse(model: ServedModel, body: dict[str, Any]) -> list[list[SparseValue]]:
+    """The weights of the vocabulary's tokens that are not 0, for each text (SPLADE), in TEI's form."""
+    request = convert(SparseRequest, body)
+    options = _options(model, request)._replace(normalize=None, prompt_name=request.prompt_name)
+    texts = as_prompts(request.inputs, "inputs")
+    rows, _ = await sparse_vectors(model.front, texts, options, "inputs")
+
+    def entries() -> list[list[SparseValue]]:
+        return [[SparseValue(index=i, value=x) for i, x in zip(*row, strict=True)] for row in rows]
+
+    return await off_loop(sum(len(row.places) for row in rows), entries)
 
 
 async def rank(model: ServedModel, body: dict[str, Any]) -> list[Rank]:
@@ -191,7 +218,7 @@ async def similarity(model: ServedModel, body: dict[str, Any]) -> list[float]:
     parameters = request.parameters or TeiBody()
     parameters.model = request.model
     texts = [request.inputs.source_sentence, *request.inputs.sentences]
-    bounds.check("prompt_list", request.inputs.sentences, "inputs.sentences")
+    bounds.check("scored_texts", request.inputs.sentences, "inputs.sentences")
     options = _options(model, parameters)
     rated = await scores(
         model.front, texts[:1], texts[1:], options, Fields("inputs.source_sentence", "inputs.sentences")
@@ -241,6 +268,8 @@ def add_routes(app: Starlette, models: ModelSet, rerank: Callable[[dict[str, Any
         return await (ranked(body) if "texts" in body else rerank(body))
 
     routing.post(app, "/embed", models.bound(embed), API, takes=EmbedRequest, gives=list[list[float]])
+    sparse = list[list[SparseValue]]
+    routing.post(app, "/embed_sparse", models.bound(embed_sparse), API, takes=SparseRequest, gives=sparse)
     routing.post(app, "/rerank", rerank_either, takes=EitherRequest, gives=RerankReply | list[Rank])
     replies = list[Prediction | list[Prediction]]
     routing.post(app, "/predict", models.bound(predict), API, takes=PredictRequest, gives=replies)
