@@ -188,7 +188,7 @@ VLLM = r"""
   MODEL --kv-transfer-config '{"kv_connector":"NixlConnector"}'
 = MODEL --enable-lora --lora-modules a=b c=d --max-lora-rank 32
 ~ MODEL --enable-lora --max-cpu-loras 4 --fully-sharded-loras
-! --omni: not supported here; models read text only
+! --omni: not supported here; pictures are read as the model's own files say
   MODEL --omni
 ~ MODEL --task embed --enable-sleep-mode --root-path /llm
 ~ MODEL --api-server-count 4 --stream-interval 10 --max-num-partial-prefills 4

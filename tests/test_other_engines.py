@@ -45,7 +45,7 @@ VLLM_LINES = [
     "--swap-space 16", "--cpu-offload-gb 0", "--load-format auto", "--tokenizer-mode auto",
     "--disable-log-requests", "--disable-log-stats", "--enable-log-requests", "--max-seq-len-to-capture 8192",
     "--disable-custom-all-reduce", "--distributed-executor-backend mp", "--runner generate",
-    "--task generate", "--limit-mm-per-prompt image=0", "--structured-outputs-config {}", "-O 3",
+    "--task generate", "--mm-processor-cache-gb 0", "--structured-outputs-config {}", "-O 3",
     "--compilation-config {}", "--guided-decoding-backend xgrammar", "--stream-interval 1",
     "--enable-prompt-tokens-details", "--response-role assistant", "--chat-template-content-format auto",
     "--prefix-caching-hash-algo sha256", "--kv-offloading-size 0", "--api-server-count 1",
@@ -255,10 +255,15 @@ def test_flags_make_a_speculative_config(serve: Any) -> None:
 
 
 def test_ways_of_vllms_parser_to_write_a_flag(serve: Any) -> None:
-    for line in ("-O3", "-O.mode=3", "-cc.mode=3", "--compilation-config.mode 3", "--limit-mm-per-prompt.video 0",
-                 "--cudagraph-capture-sizes 1 2 4", "--limit_mm_per_prompt {}"):  # fmt: skip
+    for line in ("-O3", "-O.mode=3", "-cc.mode=3", "--compilation-config.mode 3",
+                 "--cudagraph-capture-sizes 1 2 4", "--mm_processor_kwargs {}"):  # fmt: skip
         config = parsed(serve, f"{line} m" if not line.endswith("4") else f"m {line}")
         assert (config["model"], len(config["notes"])) == ("m", 1)
+    for line, limits in (
+        ("--limit-mm-per-prompt.video 0", {"video": 0}),
+        ("--limit-mm-per-prompt image=2,video=0", {"image": 2, "video": 0}),
+    ):
+        assert parsed(serve, line)["limit_mm_per_prompt"] == limits
     assert parsed(serve, "--no-enforce-eager --no-enable-log-requests") == parsed(serve, "")
     assert parsed(serve, "--tensor-parallel 2")["tensor_parallel_size"] == 2
     assert parsed(serve, "--max-model-len auto --generation-config vllm") == parsed(
@@ -334,7 +339,11 @@ def test_keywords_of_vllms_LLM(caplog: pytest.LogCaptureFixture) -> None:
     ]
     for name, value, words in (
         ("nnodes", 2, "it must be 1: ranks of other hosts come by themselves"),
-        ("default_mm_loras", {"image": "a"}, "default_mm_loras: not supported here; models read text only"),
+        (
+            "default_mm_loras",
+            {"image": "a"},
+            "default_mm_loras: not supported here; pictures are",
+        ),
         ("max_modle_len", 5, "it must be a field of EngineConfig"),
     ):
         with pytest.raises(RequestError, match=words):

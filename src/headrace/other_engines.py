@@ -32,7 +32,8 @@ from headrace.protocol.errors import RequestError, UnsupportedError
 
 logger = logging.getLogger("headrace")
 
-RECORDS = (SAMPLING, TEMPLATE_VARIABLES, SPECULATION, "hf_overrides")
+LIMITS = "limit_mm_per_prompt"
+RECORDS = (SAMPLING, TEMPLATE_VARIABLES, SPECULATION, "hf_overrides", LIMITS)
 """The fields that are JSON objects. --hf-overrides.rope_theta 1e6 sets a value in one, as in vLLM."""
 CACHE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "auto": 16, "int8": 8, "int4": 4}
 
@@ -115,6 +116,9 @@ class _Line:
         field = name[2:].replace("-", "_")
         if field in RECORDS and name in self._ours:
             text = value if equals else self._next()
+            if field == LIMITS and not place and re.fullmatch(r"\w+=\d+(,\w+=\d+)*", text):
+                # vLLM's form before it had JSON.
+                text = json.dumps({name: int(num) for name, num in (pair.split("=") for pair in text.split(","))})
             merge(self._records, f"{field}.{place}" if place else field, _json_of(name, text, bool(place)))
             return
         setting = SETTINGS.get(name)

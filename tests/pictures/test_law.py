@@ -15,6 +15,7 @@ from tests.support.picture_model import noisy
 
 from headrace import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from headrace.engine.records.blind import notes_of, open_recording
+from headrace.protocol.config import EngineConfig
 from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import FIRST_ROW_ID, Picture, digest_of, flaw, named, row_ids
 
@@ -209,3 +210,12 @@ def test_pictures_that_do_not_fit_a_prompt_are_told_apart() -> None:
     assert "not that of its pixels" in flaw([Picture("00", b"x" * 12, 2, 2, [(0, 1)])], 7)
     assert "behind" in flaw([good, good], 20)
     assert "behind" in flaw([picture(b"123456789012", ((2, 2), (3, 2)))], 20)
+
+
+def test_limits_in_vllms_forms() -> None:
+    sized: Any = {"image": {"count": 3, "width": 512}, "video": 0}
+    assert EngineConfig(limit_mm_per_prompt=sized).limit_mm_per_prompt == {"image": 3, "video": 0}
+    wrong: Any
+    for wrong in ({"image": -1}, {"image": True}, {"smell": 1}, {"image": {"width": 5}}, [1]):
+        with pytest.raises(RequestError, match="limit_mm_per_prompt"):
+            EngineConfig(limit_mm_per_prompt=wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.programs.compatibility_models import PICTURES as QWEN
 from tests.programs.compatibility_rows import FILES, Row
 
-FILES |= {f"{name} pictures": f"tests/pictures/test_{name}.py" for name in "law decoding settings".split()}
+FILES |= {f"{name} pictures": f"tests/pictures/test_{name}.py" for name in "law decoding settings mmproj".split()}
 FILES |= {
     f"{name} pictures": f"tests/pictures/test_{name}.py"
     for name in "idefics3 smolvlm internvl mistral3 llava llama4".split()
@@ -31,6 +31,15 @@ TOWERS = (
     _tower("llava", "LLaVA 1.5, Pixtral 12B, and others with the towers of CLIP, SigLIP and Pixtral"),
     _tower("llama4", "Llama 4 Scout, Maverick"),
     Row("qwen2_5_vl, qwen3_vl, qwen3_5", "partly", "see Models; no videos", (QWEN,)),
+    Row(
+        "towers in GGUF files",
+        "partly",
+        "`--mmproj`, or the file beside the model: idefics3, internvl, pixtral, mlp (LLaVA), llama4; not Qwen's",
+        (
+            "mmproj pictures:test_logits_are_those_of_safetensors_and_of_transformers",
+            "mmproj pictures:test_a_served_model_reads_pictures_with_its_file",
+        ),
+    ),
     Row(
         "a picture in a chat",
         "yes",

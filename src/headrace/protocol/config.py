@@ -138,10 +138,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if not self.mmproj.strip():
             raise RequestError("mmproj", self.mmproj, "auto, none, or a GGUF file with a tower for pictures")
         _record("limit_mm_per_prompt", self.limit_mm_per_prompt)
-        for kind, num in (self.limit_mm_per_prompt or {}).items():
-            if kind not in MEDIA or isinstance(num, bool) or not isinstance(num, int) or num < 0:
+        if self.limit_mm_per_prompt is not None:
+            limits = {kind: _count(num) for kind, num in self.limit_mm_per_prompt.items()}
+            if not set(limits) <= set(MEDIA) or any(type(num) is not int or num < 0 for num in limits.values()):
                 bound = f"an object of numbers from 0 on: {', '.join(MEDIA)}"
                 raise RequestError("limit_mm_per_prompt", self.limit_mm_per_prompt, bound)
+            msgspec.structs.force_setattr(self, "limit_mm_per_prompt", limits)
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise RequestError("enable_expert_parallel", True, "left out unless tensor_parallel_size is 2 or more")
         # One token of prompt and one of answer.
@@ -294,6 +296,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def _member(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise RequestError(name, value, "one of " + ", ".join(allowed))
+
+
+def _count(limit: Any) -> Any:
+    """Return the number of a limit; in vLLM it may be an object that bounds sizes too."""
+    return limit.get("count") if isinstance(limit, dict) else limit
 
 
 def _record(name: str, value: object) -> None:
