@@ -75,7 +75,7 @@ class TapedProgram:
         self._features = aligned(4 * max_rows * ld).view(np.float32).reshape(max_rows, ld)
         self.inputs = make_step_rows(
             lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features,
-            has_adapters=ops.adapters is not None,
+            has_adapters=ops.adapters is not None, sees_wholes=model.sees_wholes,
         )  # fmt: skip
         if ops.adapters is not None:
             ops.adapters.rows = self.inputs

@@ -25,6 +25,7 @@ class ForwardBatch:
     copies: rows and slots, int64 [2, C]: further slots of some rows.
     states_in: the slot of each chunk's state before its first row, or -1. states_out: slots by row.
     features: [R, F], for models that look at them.
+    seen: the last position that a row sees, by row; None: its own.
     read: rows whose logits or hidden states are read; None: all may be.
     notes: results that ropes and attention compute once a step, each under its own key.
     """
@@ -39,6 +40,7 @@ class ForwardBatch:
     states_in: Sequence[int] = ()
     states_out: Mapping[int, int] = field(default_factory=dict)
     features: Tensor | None = None
+    seen: Sequence[int] | None = None
     read: frozenset[int] | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -56,6 +58,9 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         of_rows = padded[chunk_ids, positions // block_size] * block_size + positions % block_size
         block_tables.append(padded.to(device))
         slots.append(of_rows.to(device))
+    seen: list[int] = positions.tolist() if chunks.wholes else []
+    for first, stop in chunks.wholes:
+        seen[first:stop] = [seen[stop - 1]] * (stop - first)
     return ForwardBatch(
         token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
         positions=positions.to(device),
@@ -66,4 +71,5 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         copies=torch.tensor(list(chunks.copies)).T.to(device) if chunks.copies else None,
         states_in=chunks.states_in,
         states_out=dict(chunks.states_out),
+        seen=seen or None,
     )

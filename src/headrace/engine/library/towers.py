@@ -60,6 +60,8 @@ def _loaded(
     kind, vision = towers.kind_of(values), values["vision_config"]
     checkpoint = TowerCheckpoint(directory, kind.scaled)
     backend = make_backend(config.backend, config.device, choose_dtype(config.dtype, checkpoint, values))
+    if kind.sees_whole and not backend.sees_wholes:
+        raise CheckpointError(f"rows see pictures whole, which {backend.name} does not compute as yet")
     spare = re.compile(kind.spare)
     # Beside a text of codes a tower in floats would take most of the time.
     is_quantised = config.quantization not in (None, DEQUANTIZE) or values.get("quantization_config") is not None
@@ -70,7 +72,7 @@ def _loaded(
     if tower.text_size != model.hidden_size:
         raise CheckpointError(f"the tower's rows have {tower.text_size} numbers, the text's {model.hidden_size}")
     backend.choose_activations(tower, "auto", config.num_threads)
-    take_pictures(model)
+    take_pictures(model, sees_wholes=kind.sees_whole)
     rows = PictureRows(
         tower, backend, norm_of(settings, str(values["model_type"])), model.no_features, config.num_threads
     )

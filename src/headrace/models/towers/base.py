@@ -100,6 +100,8 @@ class Tower(Model):
     eps_key, default_eps = "layer_norm_eps", 1e-6
     activations: ClassVar[dict[str, Any]] = dict(ACTIVATIONS)
     default_activation = "gelu_pytorch_tanh"
+    sees_whole: ClassVar[bool] = False
+    """Whether rows of the text see the whole picture that they stand in (`Model.sees_wholes`)."""
     num_extra = 0
     """Rows before those of the patches, such as the class token's; they are dropped before merging."""
 
@@ -179,7 +181,7 @@ def shuffled(rows: F32, lines: int, columns: int, factor: int, *, by_columns: bo
     return np.ascontiguousarray(parts.transpose(order)).reshape(-1, factor**2 * width)
 
 
-def take_pictures(model: Any) -> None:
+def take_pictures(model: Any, *, sees_wholes: bool = False) -> None:
     """Have rows of pictures take the places of the tokens that a decoder embeds. Columns [0, H) of `Rows.features` are
     such a row, zeros for a token; the last one is 0 for a row of a picture and 1 for a token."""
     ops, width, embed = model.ops, model.hidden_size, model.enter
@@ -188,5 +190,5 @@ def take_pictures(model: Any) -> None:
         tokens = ops.multiply(embed(rows), ops.columns(rows.features, width, 1), "identity")
         return tokens + ops.columns(rows.features, 0, width)
 
-    model.enter, model.feature_size = enter, width + 1
+    model.enter, model.feature_size, model.sees_wholes = enter, width + 1, sees_wholes
     model.no_features = np.append(np.zeros(width, np.float32), np.float32(1))
