@@ -20,8 +20,8 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
     """One input of the tower: a picture, or a tile of one.
 
     digest: of its pixels. pixels: uint8 [height, width, 3], line after line. spans: (first, num) of the prompt's tokens
-    whose places its rows take, in their order. sees_whole: rows of a span see all rows of it, later ones too, so that no
-    step may end inside one.
+    whose places its rows take, in their order. sees_whole: rows of a span see all rows of it, later ones too, so that
+    no step may end inside one.
     """
 
     digest: str

@@ -1,5 +1,5 @@
-"""The tower of Gemma 3 (Gemma Team 2025): SigLIP, means of squares of patches, a norm, and one linear layer. Rows of the
-text see the whole picture that they stand in.
+"""The tower of Gemma 3 (Gemma Team 2025): SigLIP, means of squares of patches, a norm, and one linear layer. Rows of
+the text see the whole picture that they stand in.
 """
 
 from __future__ import annotations
