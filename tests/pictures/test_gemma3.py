@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 
 from headrace import LLM, SamplingParams
 from headrace.backends.cpu import Cpu
+from headrace.backends.cpu.check.verify import verify
+from headrace.backends.cpu.tape import Tape
 from headrace.backends.step import Chunks, StepSizes, make_step_rows
-from headrace.core.sequence import Sequence
+from headrace.core.sequence import NEVER, Sequence
 from headrace.protocol.errors import RequestError
 from headrace.protocol.kinds import CacheKind
+from headrace.protocol.pictures import wholes_of
 from headrace.runner.pictures import whole_rows
 from headrace.runner.pieces import Piece
 
@@ -97,6 +101,24 @@ def test_a_pass_that_ends_inside_a_picture_is_refused(theirs: Theirs) -> None:
         rows.fill(Chunks([0], [[1, 2, 3]], [[0]], wholes=[(0, 2)]))
 
 
+def test_each_record_agrees_with_torch_ref_and_a_wrong_one_is_named(theirs: Theirs) -> None:
+    prompt = verify_reading(theirs)
+    runner: Any = load(theirs.directory, dtype="float32")
+    program, num = runner.program, len(prompt.token_ids)
+    chunks = Chunks([0], [prompt.token_ids], [list(range(-(-num // program.block_size)))])
+    program.forward(chunks._replace(wholes=wholes_of(prompt.pictures)), [])
+    dims = [num, 1, 0]
+    assert verify(program.tape, dims) == []
+    node = [node for node in program.tape.nodes if node.op == "attention"][1]
+    seen = node.fields["seen"]
+    node.fields["seen"] = np.arange(len(seen), dtype=np.int32)
+    tape = Tape(program.tape.graph, program.tape.most)
+    node.fields["seen"] = seen
+    [first, *_] = verify(tape, dims)
+    assert (first.index, first.op) == (node.index, "attention")
+    runner.close()
+
+
 TEXT_OF = "Look at <start_of_image> and <start_of_image>. What is it?"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 DRAWN = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2)
@@ -143,7 +165,12 @@ def test_I_13_in_company_in_pieces_cached_preempted(
         outputs = llm.generate(prompts, [GREEDY] * 3 + [DRAWN] * 3 + [GREEDY])
         for place, pair in enumerate([*PAIRS, *PAIRS]):
             assert bits(outputs[place]) == alone[pair][place // 3]
+    assert "num_gpu_blocks_override" not in settings or llm.core.scheduler.counters.num_preemptions
     llm.close()
+
+
+def found_at_most(find: Any, cut: int, seq: Any, most: int = NEVER) -> Any:
+    return find(seq, min(most, cut))
 
 
 def test_S_23_a_cached_prefix_may_end_inside_a_picture(theirs: Theirs, alone: dict[tuple[int, int], list[Any]]) -> None:
@@ -155,11 +182,10 @@ def test_S_23_a_cached_prefix_may_end_inside_a_picture(theirs: Theirs, alone: di
     for cut in (places[3], places[16] + 5, places[-1]):
         llm.core.scheduler.reset_prefix_cache()
         llm.generate(asked(1, 2), params)
-        limit = llm.core.scheduler.tables.find_shared
+        find = llm.core.scheduler.tables.find_shared
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                llm.core.scheduler.tables, "find_shared", lambda seq, most=cut, cut=cut: limit(seq, min(most, cut))
-            )
+            limited = partial(found_at_most, find, cut)
+            patch.setattr(llm.core.scheduler.tables, "find_shared", limited)
             [again] = llm.generate(asked(1, 2), params)
         assert again.num_cached_tokens == cut
         assert bits(again)[0] == alone[1, 2][0][0]
