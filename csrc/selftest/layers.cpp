@@ -288,8 +288,7 @@ void attention(Problem& p) {
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
     a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.value_dim = c.value_dim, a.kv_type = c.type;
     a.heads = c.kv_heads * p.random.rarely(64, c.head_dim > 16 ? 5 : p.random.whole(190, 195), p.random.whole(1, 4));
-    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0;
-    a.ahead = p.random.coin() ? 0 : p.random.size(1, 200);
+    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0, a.ahead = p.random.coin() ? 0 : p.random.size(1, 200);
     int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
     int32_t *table_begin = p.make<int32_t>(seqs), *seen = p.random.coin() ? p.make<int32_t>(3 * 80) : nullptr; /* as of pictures */
     row_begin[0] = 0;

@@ -111,8 +111,8 @@ def test_each_record_agrees_with_torch_ref_and_a_wrong_one_is_named(theirs: Thei
     assert verify(program.tape, dims) == []
     node = [node for node in program.tape.nodes if node.op == "attention"][1]
     seen = node.fields["seen"]
-    own = np.arange(len(seen), dtype=np.int32)  # outlives the tape, which has its address
-    node.fields["seen"] = own
+    positions = np.arange(len(seen), dtype=np.int32)  # outlives the tape, which has its address
+    node.fields["seen"] = positions
     tape = Tape(program.tape.graph, program.tape.most)
     node.fields["seen"] = seen
     [first, *_] = verify(tape, dims)

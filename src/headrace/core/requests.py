@@ -80,7 +80,8 @@ def verify_fit(
 
 def verify_wholes(request: Request, most: int) -> None:
     """Check that a step of `most` rows can compute each picture that must not be cut. Raises `RequestError`."""
-    longest = max((stop - first for first, stop in wholes_of(request.pictures)), default=0)
+    wholes = wholes_of(request.pictures) if request.pictures else []
+    longest = max((stop - first for first, stop in wholes), default=0)
     if longest > most:
         bound = f"at most {most} for a picture, which a step must compute whole (--max-num-batched-tokens)"
         raise RequestError("pictures", f"{longest} rows", bound)

@@ -108,7 +108,7 @@ class Sequence:
         self.arrival = self.seq_id
         self.special = self.needs_history or self.state is not None or self.pooling != "" or request.adapter != ""
         self.special = self.special or bool(request.pictures)
-        self.wholes = wholes_of(request.pictures)
+        self.wholes = wholes_of(request.pictures) if request.pictures else []
 
     @property
     def block_table(self) -> list[int]:

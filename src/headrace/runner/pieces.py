@@ -126,7 +126,7 @@ def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int, who
     for group in groups:
         while num_rows(group) > room or len(portions[-1]) + len(group) > max_pieces:
             loose = 0 if whole else min(room, group[0].num_known - 1)
-            loose = fit_wholes(group[0].wholes, group[0].start, loose, loose)
+            loose = fit_wholes(group[0].wholes, group[0].start, loose, loose) if group[0].wholes else loose
             if loose and len(portions[-1]) < max_pieces:
                 head, rest = _split(group[0], loose)
                 portions[-1].append(head)
