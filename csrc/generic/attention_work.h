@@ -17,6 +17,7 @@ inline int64_t low_of(const HrArgs_attention* a, int64_t p) {
 
 /* The position behind the last that the row at position p of a chunk sees. */
 inline int64_t end_of(const HrArgs_attention* a, int64_t chunk, int64_t p) {
+    if (a->seen) return a->seen[a->row_begin[chunk] + p - a->start[chunk]] + 1;
     return p + 1 + least(a->ahead, a->start[chunk] + a->row_begin[chunk + 1] - a->row_begin[chunk] - (p + 1));
 }
 

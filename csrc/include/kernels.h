@@ -179,7 +179,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 
 /* Attention of queries x (heads first in a row, as rope_store leaves them) -> out [rows][heads * value_dim].
  * Row at position p sees keys max(0, p - window + 1) ... p (window 0: all; below 0: p - p mod -window ... p), and those of the
- * next `ahead` positions that its chunk has. For one row and head, with q the query:
+ * next `ahead` positions that its chunk has; where `seen` is given, keys up to seen[row] instead, which do not fall. For one row and head, with q the query:
  *   score_j = chain over d = 0, 1, ... of fma(q[d], k_j[d], .) starting from 0 (where there are scales, k_j[d] is the
  *             code), times scale (where there are scales: times (scale * k_scale_j)); HR_I4 then fma((scale * least_j),
  *             lanes sum of q, .); softcap c > 0: c * tanh(score / c). Where there is a bias [heads][ld_bias], at last +
@@ -203,7 +203,7 @@ static inline int64_t hr_next(HrTask* task) { return __atomic_fetch_add(task->co
 #define HR_FIELDS_attention(P, I, F)                                                                                  \
     I(dim) P(const float*, x) I(ld_x) I(heads) I(kv_heads) I(head_dim) I(value_dim) F(scale) I(window) I(ahead) F(softcap) P(const float*, sinks) P(const float*, bias) I(ld_bias) I(kv_type) \
     P(const void*, k) P(const void*, v) P(const float*, k_scale) P(const float*, v_scale) I(block_size)                 \
-    P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, table_begin) P(const int32_t*, blocks)      \
+    P(const int32_t*, row_begin) P(const int32_t*, start) P(const int32_t*, seen) P(const int32_t*, table_begin) P(const int32_t*, blocks) \
     P(float*, out) I(ld_out)
 
 /* Linear layers. y[r][n] over n < num_out; then + bias[n] if bias is given, then + residual[r][n] if that is given

@@ -288,16 +288,16 @@ void attention(Problem& p) {
     Cache c = cache_of(p, seqs * blocks_each * a.block_size);
     a.kv_heads = c.kv_heads, a.head_dim = c.head_dim, a.value_dim = c.value_dim, a.kv_type = c.type;
     a.heads = c.kv_heads * p.random.rarely(64, c.head_dim > 16 ? 5 : p.random.whole(190, 195), p.random.whole(1, 4));
-    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0;
-    a.ahead = p.random.coin() ? 0 : p.random.size(1, 200);
-    int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs);
-    int32_t *table_begin = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
+    a.scale = 0.25, a.window = p.random.coin() ? 0 : p.random.size(1, 200) * (p.random.coin() ? 1 : -1), a.softcap = p.random.coin() ? 0.0 : 5.0, a.ahead = p.random.coin() ? 0 : p.random.size(1, 200);
+    int32_t *row_begin = p.make<int32_t>(seqs + 1), *start = p.make<int32_t>(seqs), *blocks = p.make<int32_t>(seqs * blocks_each);
+    int32_t *table_begin = p.make<int32_t>(seqs), *seen = p.random.coin() ? p.make<int32_t>(3 * 80) : nullptr; /* as of pictures */
     row_begin[0] = 0;
     for (int64_t s = 0; s < seqs; s++) {
         int64_t chunk = p.random.coin() ? 1 : p.random.size(2, p.random.rarely(32, 75, 40));
         if (p.random.next() % 8 == 0 && (row_begin[s] || s + 1 < seqs)) chunk = 0; /* none of its rows is read */
         start[s] = (int32_t)p.random.whole(0, p.random.coin() ? std::min<int64_t>(20, longest - chunk) : longest - chunk);
         row_begin[s + 1] = row_begin[s] + (int32_t)chunk;
+        for (int64_t r = chunk; seen && r-- > 0;) seen[row_begin[s] + r] = r + 1 < chunk && p.random.coin() ? seen[row_begin[s] + r + 1] : start[s] + (int32_t)r;
         table_begin[s] = (int32_t)(s * blocks_each);
         for (int64_t b = 0; b < blocks_each; b++)
             blocks[s * blocks_each + b] = (int32_t)((blocks_each - 1 - b) * seqs + s);
@@ -310,7 +310,7 @@ void attention(Problem& p) {
     const int64_t rows = p.dims[HR_DIM_ROWS] = row_begin[seqs];
     a.ld_x = (a.heads + 2 * a.kv_heads) * a.head_dim, a.x = p.floats(rows * a.ld_x);
     a.ld_out = a.heads * a.value_dim, a.out = p.make<float>(rows * a.ld_out);
-    a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.table_begin = table_begin, a.blocks = blocks;
+    a.k = c.k, a.v = c.v, a.row_begin = row_begin, a.start = start, a.seen = seen, a.table_begin = table_begin, a.blocks = blocks;
     if (c.type >= HR_I8 && c.type != HR_E5M2) a.k_scale = c.k_scale, a.v_scale = c.v_scale;
     if (p.random.coin()) a.sinks = p.floats(a.heads);
     if (p.random.coin()) a.ld_bias = 2 * longest - 1, a.bias = p.floats(a.heads * a.ld_bias);

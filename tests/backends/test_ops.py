@@ -162,6 +162,7 @@ class Rows:
     block_tables: list[Tensor]
     slot_mapping: list[Tensor]
     copies: Tensor | None = None
+    seen: list[int] | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -323,9 +324,9 @@ def test_control_attention_spans_that_follow_the_chunk_break_the_law(monkeypatch
     whole = attend(problems, [[(0, 300)]], 16, 1, None, 0.0)[0]
     right = attention.pieces_of
 
-    def wrong(starts: list[int], lens: list[int], window: int | None) -> list[Any]:
+    def wrong(starts: list[int], *rest: Any) -> list[Any]:
         monkeypatch.setattr(attention, "SPAN", 128 if starts[0] == 0 else 96)
-        return right(starts, lens, window)
+        return right(starts, *rest)
 
     monkeypatch.setattr(attention, "pieces_of", wrong)
     assert not same_bits(attend(problems, [[(0, 150)], [(0, 150)]], 16, 1, None, 0.0)[0], whole)

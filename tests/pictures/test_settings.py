@@ -116,11 +116,11 @@ def test_a_tokenizer_that_lacks_a_word_is_refused(word: str, tmp_path: Path) -> 
 def test_pictures_that_are_not_read_have_no_form(tmp_path: Path) -> None:
     settings = {"size": {"height": 56, "width": 56}}
     directory = write(
-        tmp_path, {"model_type": "gemma3", "vision_config": {"image_size": 56, "patch_size": 14}}, settings
+        tmp_path, {"model_type": "paligemma", "vision_config": {"image_size": 56, "patch_size": 14}}, settings
     )
     tokenizer = Tokenizer.load(directory)
     assert read_form(directory, tokenizer) is None
-    assert towers.find("gemma3") is None
+    assert towers.find("paligemma") is None
     write(directory, {"model_type": "llava", "vision_config": {"image_size": 56, "patch_size": 14}}, settings)
     assert read_form(directory, tokenizer) is not None
 

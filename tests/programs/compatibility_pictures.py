@@ -8,7 +8,7 @@ from tests.programs.compatibility_rows import FILES, Row
 FILES |= {f"{name} pictures": f"tests/pictures/test_{name}.py" for name in "law decoding settings mmproj".split()}
 FILES |= {
     f"{name} pictures": f"tests/pictures/test_{name}.py"
-    for name in "idefics3 smolvlm internvl mistral3 llava llama4".split()
+    for name in "idefics3 smolvlm internvl mistral3 llava llama4 gemma3".split()
 }
 FILES |= {
     "served pictures": "tests/serve/test_pictures.py",
@@ -30,6 +30,12 @@ TOWERS = (
     _tower("mistral3", "Mistral Small 3.1 to 4, Ministral 3, with Pixtral's tower"),
     _tower("llava", "LLaVA 1.5, Pixtral 12B, and others with the towers of CLIP, SigLIP and Pixtral"),
     _tower("llama4", "Llama 4 Scout, Maverick"),
+    Row(
+        "gemma3",
+        "partly",
+        "Gemma 3 4B to 27B; cuda refuses its pictures by name",
+        ("gemma3 pictures:test_pixels_tokens_and_logits_are_those_of_transformers",),
+    ),
     Row("qwen2_5_vl, qwen3_vl, qwen3_5", "partly", "see Models; no videos", (QWEN,)),
     Row(
         "towers in GGUF files",

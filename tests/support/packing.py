@@ -77,6 +77,7 @@ class ToyBackend:
     device = "cpu"
     schemes = SCHEMES | F8_SCHEMES
     mixes = False
+    sees_wholes = False
 
     def keep_losses(self, path: Path, max_model_len: int, may_write: bool) -> None:
         """Nothing is measured."""

@@ -31,8 +31,8 @@ from transformers.models.pixtral import image_processing_pil_pixtral
 import headrace.builtin
 from headrace.backends.step import Chunks
 from headrace.models.towers.rows import normalised
-from headrace.protocol.pictures import Picture
-from headrace.runner.pictures import picture_rows
+from headrace.protocol.pictures import Picture, wholes_of
+from headrace.runner.pictures import picture_rows, whole_rows
 from headrace.runner.pieces import Piece
 from headrace.runner.runner import Runner
 from headrace.text.pictures.forms import norm_of, read_form
@@ -163,19 +163,24 @@ class Ours:
 
 def logits_of(runner: Runner, prompts: Sequence[Prompt], sizes: Sequence[int]) -> list[F32]:
     """Return the logits [R, V] of each prompt. All are computed side by side over scattered blocks, in chunks whose
-    lengths are `sizes` in turn."""
+    lengths are `sizes` in turn, each up to the end of a picture that it would cut where that is seen whole."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     tables = scattered_tables(lengths, runner.block_size, runner.program.num_blocks, 1)
     outs: list[list[F32]] = [[] for _ in prompts]
-    for start, stop in spans(max(lengths), sizes):
+    wholes = [whole for prompt in prompts for whole in wholes_of(prompt.pictures)]
+    for start, stop in spans(max(lengths), sizes, wholes):
         live = [i for i, length in enumerate(lengths) if length > start]
-        pieces = [Piece(c, start, prompts[i].token_ids[start:stop], tables[i]) for c, i in enumerate(live)]
+        pieces = [
+            Piece(c, start, prompts[i].token_ids[start:stop], tables[i], wholes=wholes_of(prompts[i].pictures))
+            for c, i in enumerate(live)
+        ]
         chunks = [(i, start, piece.token_ids, piece.table) for i, piece in zip(live, pieces, strict=True)]
         batch = make_batch(chunks, pictures={c: prompts[i].pictures for c, i in enumerate(live)})
         assert runner.pictures is not None
         features = picture_rows(batch, pieces, runner.pictures)
         ids = [piece.token_ids for piece in pieces]
-        finite, _ = runner.program.forward(Chunks(batch.starts, ids, batch.block_tables).all_read(), [], features)
+        chunks_read = Chunks(batch.starts, ids, batch.block_tables, wholes=whole_rows(pieces)).all_read()
+        finite, _ = runner.program.forward(chunks_read, [], features)
         assert all(finite)
         at = 0
         for i, piece in zip(live, pieces, strict=True):
@@ -185,11 +190,12 @@ def logits_of(runner: Runner, prompts: Sequence[Prompt], sizes: Sequence[int]) -
     return [np.concatenate(parts) for parts in outs]
 
 
-def spans(length: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut `length` by a repeated pattern of sizes: (first, stop) of each piece."""
+def spans(length: int, sizes: Sequence[int], wholes: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
+    """Cut `length` by a repeated pattern of sizes, but inside none of `wholes`: (first, stop) of each piece."""
     start, turn = 0, 0
     while start < length:
         stop = min(start + sizes[turn % len(sizes)], length)
+        stop = max([stop, *(end for first, end in wholes if first < stop < end)])
         yield start, stop
         start, turn = stop, turn + 1
 

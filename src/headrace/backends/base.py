@@ -425,6 +425,8 @@ class Backend(Protocol):
     mixes: bool
     """Whether one matrix may have parts of different forms (`checkpoint.packing.MixingOps`), and inputs in another
     order than the layer's (act-order). Where it may not, such weights reach the backend dequantised."""
+    sees_wholes: bool
+    """Whether attention lets rows see later ones where `Chunks.wholes` says so."""
     ops: Ops
 
     def constant(self, values: Array, is_weight: bool = False) -> Array:

@@ -37,6 +37,7 @@ class Chunks(NamedTuple):
     observed: rows whose features will be. Of other rows there are perhaps none (`reads.ReadRows`).
     adapters: the slot of each chunk's adapter (`backends.adapters`), -1 for none; empty: no chunk has one.
     places: [R, axes] of numpy: the positions by which rows turn, of a table with `base.Axes`; None: those in the cache.
+    wholes: (first, stop) rows of one chunk that see each other, later ones too, for models that see pictures whole.
     """
 
     starts: list[int]
@@ -50,6 +51,7 @@ class Chunks(NamedTuple):
     observed: Sequence[int] = ()
     adapters: Sequence[int] = ()
     places: Any = None
+    wholes: Sequence[tuple[int, int]] = ()
 
     def all_read(self) -> Chunks:
         """Return the same chunks, of which all rows are read."""
@@ -132,6 +134,7 @@ class StepRows:
     state_in [C], state_out [R]: the slot of a chunk's state before its first row, and of the state after a row, or
     -1; None for a model without states.
     features: the rows' further inputs, as the backend's operators take them, or None.
+    seen [R]: the last position that a row sees; None where that is its own in all steps.
     adapted, adapted_rows: the tiles of rows with adapters (`tiles.fill_tiles`); None where there are no adapters.
     """
 
@@ -152,6 +155,7 @@ class StepRows:
     features: Ints = None
     adapted: Ints = None
     adapted_rows: Ints = None
+    seen: Ints = None
 
     def fill(self, chunks: Chunks) -> int:
         """Write the ints of `chunks` and return the number of rows. The arrays must be numpy's; entries after the
@@ -185,6 +189,7 @@ class StepRows:
         self.table_begin[len(chunks.starts)] = blocks_at
         self._fill_copies(chunks, at)
         self._fill_states(chunks, at)
+        self._fill_seen(chunks, at)
         self.fill_adapters(chunks, self.row_begin)
         return at
 
@@ -194,6 +199,14 @@ class StepRows:
             fill_tiles(chunks.adapters, begins, self.adapted, self.adapted_rows)
         elif any(slot >= 0 for slot in chunks.adapters):
             raise ValueError("chunks with adapters for a program that has none")
+
+    def _fill_seen(self, chunks: Chunks, num_rows: int) -> None:
+        if self.seen is not None:
+            self.seen[:num_rows] = self.positions[:num_rows]
+            for first, stop in chunks.wholes:
+                self.seen[first:stop] = self.positions[stop - 1]
+        elif chunks.wholes:
+            raise ValueError("rows that see later ones for a program that has none")
 
     def _fill_states(self, chunks: Chunks, num_rows: int) -> None:
         if self.state_in is None:
@@ -247,8 +260,10 @@ def make_step_rows(
     *,
     has_adapters: bool = False,
     has_places: bool = False,
+    sees_wholes: bool = False,
 ) -> StepRows:
-    """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32."""
+    """Return the arrays of a call for the kinds of cache `kinds`. `zeros(n)` allocates n int32. sees_wholes: rows may
+    see later ones (`Chunks.wholes`)."""
     max_rows, max_chunks, max_blocks = sizes
     has_states = any(kind.is_state for kind in kinds)
     positions = zeros(max_rows)
@@ -268,6 +283,7 @@ def make_step_rows(
         features=features,
         adapted=zeros(1 + 3 * max_rows) if has_adapters else None,
         adapted_rows=zeros(max_rows) if has_adapters else None,
+        seen=zeros(max_rows) if sees_wholes else None,
         copy_begin=zeros(max_rows + 1),
         copy_slots=zeros(max_rows * (MAX_DEPTH + block_size)),  # the last one, which `cuda.staging` may leave out
     )

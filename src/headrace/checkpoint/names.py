@@ -68,8 +68,10 @@ def places(shapes: Mapping[str, tuple[int, ...]], names: Iterable[str]) -> dict[
 
 
 def tower_places(names: Iterable[str]) -> dict[str, Place]:
-    """Return the place of each tensor of `names` that belongs to a tower, without the whole model's prefix."""
-    return {name.removeprefix("model."): Place(name) for name in names if text_name(name) is None}
+    """Return the place of each tensor of `names` that belongs to a tower, without the whole model's prefix. Gemma 3 has
+    a matrix whose name ends as no other one's."""
+    ours = {name: name.removeprefix("model.") for name in names if text_name(name) is None}
+    return {re.sub(r"_projection_weight$", "_projection.weight", each): Place(name) for name, each in ours.items()}
 
 
 def text_config(values: dict[str, Any], known: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from headrace.protocol.beam import check_combination
 from headrace.protocol.bounds import MAX_REPLY_LOGPROBS, MAX_USUAL_LOGPROBS, check
 from headrace.protocol.errors import ContextLengthError, RequestError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.pictures import flaw, named
+from headrace.protocol.pictures import flaw, named, wholes_of
 from headrace.protocol.step import ALL_ROWS, POOLINGS, EngineInfo, Finish, Request
 
 
@@ -76,6 +76,15 @@ def verify_fit(
     if claim > num_blocks:
         bound = f"such that the beams' {claim} blocks fit the cache's {num_blocks}: narrower, or with less max_tokens"
         raise RequestError("beam_width", width, bound)
+
+
+def verify_wholes(request: Request, most: int) -> None:
+    """Check that a step of `most` rows can compute each picture that must not be cut. Raises `RequestError`."""
+    wholes = wholes_of(request.pictures) if request.pictures else []
+    longest = max((stop - first for first, stop in wholes), default=0)
+    if longest > most:
+        bound = f"at most {most} for a picture, which a step must compute whole (--max-num-batched-tokens)"
+        raise RequestError("pictures", f"{longest} rows", bound)
 
 
 def verify_model(request: Request, info: EngineInfo) -> None:
@@ -152,9 +161,11 @@ def max_len_of(request: Request, max_model_len: int) -> int:
 
 
 def make_sequence(
-    request: Request, seq_id: int, max_model_len: int, eos_token_ids: frozenset[int], cache: PrefixCache
+    request: Request, seq_id: int, max_model_len: int, most: int, eos_token_ids: frozenset[int], cache: PrefixCache
 ) -> Sequence:
-    """Return a waiting sequence without blocks, for a request that has passed `verify_fit`."""
+    """Return a waiting sequence without blocks, for a request that has passed `verify_fit`. A step computes at most
+    `most` tokens of it. Raises as `verify_wholes`."""
+    verify_wholes(request, most)
     root = cache.root(request.cache_salt, request.adapter)
     stops = stop_ids(request.params, eos_token_ids)
     seq = Sequence(request, seq_id, max_len_of(request, max_model_len), stops, root)

@@ -47,7 +47,6 @@ class Scheduler:
         self.eos_token_ids = frozenset(options.eos_token_ids)
         self.ranks = Ranks(options.policy)
         self.chunk_limit = options.long_prefill_token_threshold or NEVER
-
         self.sequences: dict[str, Sequence] = {}
         self.waiting: WaitingQueue[Sequence] = WaitingQueue(options.max_overtaking)
         self.running: list[Sequence] = []
@@ -58,7 +57,7 @@ class Scheduler:
         self.shares = Shares(self.tables, self.searches, self.waiting, *numbers)
         self.steps = Flight([kind.pool for kind in parts])
         self._runs_ahead = options.runs_ahead
-        # Whether a sequence lacked blocks while a step was in flight, during which none is preempted.
+        # Whether one lacked blocks under a step in flight, or room for a picture whole: then no other one starts.
         self._is_short = False
         self._num_older_pins: list[int] = []
         self._started: dict[str, int] = {}
@@ -76,14 +75,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. A later `commit` reports its end, even if its resumed tokens end it at once.
 
-        Raises `RequestError` for an id in use, and the errors of `verify_fit`.
+        Raises `RequestError` for an id in use, and the errors of `verify_fit` and `verify_wholes`.
         """
         if request.request_id in self.sequences:
             raise RequestError("request_id", request.request_id, "an id that is not in use")
         seq_id = self._next_id()
         for kind in self.tables.all_kinds:
             verify_fit(request, self.max_model_len, self.max_num_seqs, *kind.numbers)
-        seq = make_sequence(request, seq_id, self.max_model_len, self.eos_token_ids, self.cache)
+        most = min(self.max_num_batched_tokens, self.tables.max_chunk)
+        seq = make_sequence(request, seq_id, self.max_model_len, most, self.eos_token_ids, self.cache)
         seq.rank = self.ranks.rank(request, self.waiting.least_rank)
         if self._runs_ahead is not None and not request.pooling and not seq.needs_history:
             seq.runs_ahead = self._runs_ahead(request.params)
@@ -109,8 +109,7 @@ class Scheduler:
         return True
 
     def preempt(self, request_id: str) -> bool:
-        """Send a running request back to the queue, for tests that this changes no output. False if the request is not
-        running, or a step is in flight."""
+        """Send a running request back to the queue, for tests. False if it is not running, or a step is in flight."""
         seq = self.sequences.get(request_id)
         if seq is None or seq.status is not Status.RUNNING or self.steps:
             return False
@@ -190,6 +189,7 @@ class Scheduler:
             if length and self._grow(seq, length):
                 chunks.append((seq, length))
                 budget -= self.shares.take(seq, seq.num_computed + seq.num_ahead, length)
+            self._is_short |= bool(seq.wholes and not length and self.shares.most(seq, seq.num_computed))
             self.tables.promise(promised, seq)
         if len(self.running) == num_running and not self._is_short:
             self._admit_waiting(claims, chunks, budget, promised)
@@ -347,7 +347,8 @@ class Scheduler:
             gap = min(gap, self.tables.reach(seq, num_computed))
         # A running sequence has computed its prompt; tokens that a grammar forced since must not wait for a wide step.
         if self.enable_chunked_prefill or seq.status is Status.RUNNING:
-            return min(gap, budget, self.chunk_limit, self.shares.most(seq, num_computed))
+            length = min(gap, budget, self.chunk_limit, self.shares.most(seq, num_computed))
+            return seq.fit(num_computed, length, min(gap, budget))
         return gap if gap <= budget else 0
 
     def _admit_waiting(
@@ -414,7 +415,7 @@ class Scheduler:
             length = self._start(seq, prefix, budget, promised)
         if not length:
             # Without chunks it may have lacked budget, of which there can be more with no more room.
-            is_final = self.enable_chunked_prefill and self.shares.most(seq, prefix.num)
+            is_final = self.enable_chunked_prefill and not seq.wholes and self.shares.most(seq, prefix.num)
             self._refused = (seq if is_final else None), rooms
             return 0
         seq.move(Status.RUNNING)

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from headrace.protocol.errors import InvariantError
 from headrace.protocol.params import SamplingParams
-from headrace.protocol.pictures import named
+from headrace.protocol.pictures import fit_wholes, named, wholes_of
 from headrace.protocol.step import Draft, Pooling, Request, Stats
 
 NEVER = sys.maxsize
@@ -51,7 +51,7 @@ class Sequence:
     `request_id`; `arrival` is the `seq_id` of the first beam of that search, or the sequence's own. `special`: the
     batch has further columns for it. `runs_ahead`: its next token may be computed before it is known on the host; steps
     in flight compute `num_ahead` tokens after the first `num_computed`. `draft` holds draft tokens for the next step,
-    `tails` the blocks of a tree of them in the step in flight.
+    `tails` the blocks of a tree of them in the step in flight. No step may end inside one of `wholes`, (first, stop).
     """
 
     request: Request
@@ -84,6 +84,7 @@ class Sequence:
     stop_at: int = NEVER
     draft: Draft | None = None
     tails: list[list[int]] = field(default_factory=list)
+    wholes: list[tuple[int, int]] = field(init=False)
     num_published: int = 0
     publish_at: int = NEVER
     high_water: int = 0
@@ -107,6 +108,7 @@ class Sequence:
         self.arrival = self.seq_id
         self.special = self.needs_history or self.state is not None or self.pooling != "" or request.adapter != ""
         self.special = self.special or bool(request.pictures)
+        self.wholes = wholes_of(request.pictures) if request.pictures else []
 
     @property
     def block_table(self) -> list[int]:
@@ -135,6 +137,11 @@ class Sequence:
         if not self.num_ahead:
             return gap
         return (gap or int(len(self.tokens) + 1 < self.max_len)) if self.runs_ahead else 0
+
+    def fit(self, start: int, length: int, most: int) -> int:
+        """Return how many tokens from `start` on a step computes instead of `length`, at most `most`, so that it ends
+        inside no picture that is seen whole; 0 where it has no room for one."""
+        return fit_wholes(self.wholes, start, length, most) if self.wholes else length
 
     @property
     def may_share(self) -> bool:

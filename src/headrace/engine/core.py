@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from headrace.core.journal import Journal
-from headrace.core.requests import verify_fit, verify_model
+from headrace.core.requests import verify_fit, verify_model, verify_wholes
 from headrace.core.scheduler import Scheduler
 from headrace.core.sequence import NEVER, Status
 from headrace.protocol.adapters import AdapterRead, AdapterReply, AdapterStore, LoadAdapter, UnloadAdapter, base_of
@@ -202,3 +202,4 @@ def verify(request: Request, info: EngineInfo) -> None:
     num_blocks = NEVER if info.kinds[0].window else info.num_blocks
     verify_fit(request, info.max_model_len, max_num_seqs, num_blocks, info.block_size)
     verify_model(request, info)
+    verify_wholes(request, info.max_num_batched_tokens)

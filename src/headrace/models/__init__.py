@@ -50,6 +50,9 @@ class Model(Protocol):
     """Whether rows see later rows: of an encoder. Then a sequence is one chunk, of which all rows are read, and no
     token is drawn."""
 
+    sees_wholes: bool = False
+    """Whether rows of a picture see all rows of it, later ones too (`Chunks.wholes`)."""
+
     has_head: bool = True
     """Whether a decoder draws tokens; False for weights of its layers alone, which give vectors."""
 

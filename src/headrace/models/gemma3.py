@@ -1,4 +1,4 @@
-"""The text of Gemma 3 (Gemma Team 2025)."""
+"""The text of Gemma 3 (Gemma Team 2025); `towers.gemma3` has its tower."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
     """One input of the tower: a picture, or a tile of one.
 
     digest: of its pixels. pixels: uint8 [height, width, 3], line after line. spans: (first, num) of the prompt's tokens
-    whose places its rows take, in their order.
+    whose places its rows take, in their order. sees_whole: rows of a span see all rows of it, later ones too, so that
+    no step may end inside one.
     """
 
     digest: str
@@ -28,6 +29,7 @@ class Picture(msgspec.Struct, frozen=True, array_like=True):
     height: int
     width: int
     spans: list[tuple[int, int]]
+    sees_whole: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -48,6 +50,22 @@ def row_ids(picture: Picture) -> array[int]:
 def end_of(pictures: Sequence[Picture]) -> int:
     """Return the place after the last row of any of the pictures, which are in their order; 0 without any."""
     return sum(pictures[-1].spans[-1]) if pictures else 0
+
+
+def wholes_of(pictures: Sequence[Picture]) -> list[tuple[int, int]]:
+    """Return the places (first, stop) inside which no step may end, ascending."""
+    return [(first, first + num) for each in pictures if each.sees_whole for first, num in each.spans]
+
+
+def fit_wholes(wholes: Sequence[tuple[int, int]], start: int, length: int, most: int) -> int:
+    """Return how many rows from `start` on a step computes instead of `length`, at most `most`, so that it ends inside
+    none of `wholes`: up to the one that it would cut, or to the end of one that it begins with; 0 where that is too
+    far."""
+    stop = start + length
+    for first, end in wholes:
+        if length and first < stop < end:
+            return first - start if first > start else (end - start) * (end - start <= most)
+    return length
 
 
 def named(token_ids: list[int], pictures: Sequence[Picture]) -> list[int]:

@@ -38,6 +38,23 @@ class PictureSource(Protocol):
     def close(self) -> None: ...
 
 
+def whole_rows(pieces: list[Piece]) -> list[tuple[int, int]]:
+    """Return the rows (first, stop) of the pieces that see each other: those of pictures that are seen whole. Raises
+    ValueError for a piece that ends inside one."""
+    rows: list[tuple[int, int]] = []
+    at = 0
+    for piece in pieces:
+        end = piece.start + len(piece.token_ids)
+        for first, stop in piece.wholes:
+            low = max(first, piece.start)
+            if low < end < stop:
+                raise ValueError(f"rows up to {end - 1} of a picture at {first} ... {stop - 1}, which is seen whole")
+            if low < stop and first < end:
+                rows.append((at + low - piece.start, at + stop - piece.start))
+        at += len(piece.token_ids)
+    return rows
+
+
 def picture_rows(batch: ScheduledBatch, pieces: list[Piece], source: PictureSource) -> F32 | None:
     """Return the features [R, F] of the pieces' rows; None where no row is a picture's."""
     rows: list[tuple[int, F32]] = []

@@ -7,8 +7,9 @@ once and written to the blocks of each (`Piece.copies`). Knows ints; called by t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from headrace.protocol.pictures import fit_wholes, wholes_of
 from headrace.protocol.step import Draft, ScheduledBatch
 
 
@@ -16,6 +17,7 @@ from headrace.protocol.step import Draft, ScheduledBatch
 class Piece:
     """Rows of chunk `chunk_id` that are computed together, from position `start` on, in the blocks of `table`.
 
+    No pass may end inside one of `wholes`, (first, stop) positions.
     The last rows are the draft tokens `nodes`. `last`: the row before those is the chunk's last. `copies` are (row,
     slot) pairs in the rows' order: further places for the keys and values of a row.
     """
@@ -27,13 +29,15 @@ class Piece:
     last: bool = True
     nodes: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    wholes: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_known(self) -> int:
         return len(self.token_ids) - len(self.nodes)
 
     def without_draft(self) -> Piece:
-        return Piece(self.chunk_id, self.start, self.token_ids[: self.num_known], self.table, self.last)
+        known = self.token_ids[: self.num_known]
+        return Piece(self.chunk_id, self.start, known, self.table, self.last, wholes=self.wholes)
 
 
 def make_pieces(batch: ScheduledBatch, chunk_id: int, token_ids: list[int], block_size: int) -> list[Piece]:
@@ -41,11 +45,15 @@ def make_pieces(batch: ScheduledBatch, chunk_id: int, token_ids: list[int], bloc
     start, table = batch.starts[chunk_id], batch.block_tables[chunk_id]
     draft = batch.drafts.get(chunk_id)
     if draft is None:
-        return [Piece(chunk_id, start, token_ids, table)]
-    if not draft.parents:
+        pieces = [Piece(chunk_id, start, token_ids, table)]
+    elif not draft.parents:
         nodes = list(range(len(draft.token_ids)))
-        return [Piece(chunk_id, start, token_ids + draft.token_ids, table, nodes=nodes)]
-    return _tree(chunk_id, start, token_ids, table, draft, block_size)
+        pieces = [Piece(chunk_id, start, token_ids + draft.token_ids, table, nodes=nodes)]
+    else:
+        pieces = _tree(chunk_id, start, token_ids, table, draft, block_size)
+    if chunk_id in batch.pictures:
+        pieces[0].wholes = wholes_of(batch.pictures[chunk_id])
+    return pieces
 
 
 def _tree(
@@ -118,6 +126,7 @@ def make_portions(groups: list[list[Piece]], max_rows: int, max_pieces: int, who
     for group in groups:
         while num_rows(group) > room or len(portions[-1]) + len(group) > max_pieces:
             loose = 0 if whole else min(room, group[0].num_known - 1)
+            loose = fit_wholes(group[0].wholes, group[0].start, loose, loose) if group[0].wholes else loose
             if loose and len(portions[-1]) < max_pieces:
                 head, rest = _split(group[0], loose)
                 portions[-1].append(head)
@@ -140,7 +149,6 @@ def num_rows(group: list[Piece]) -> int:
 def _split(piece: Piece, size: int) -> tuple[Piece, Piece]:
     """Split into the first `size` rows, which are known tokens, and the others."""
     copies = [copy for copy in piece.copies if copy[0] < size]
-    head = Piece(piece.chunk_id, piece.start, piece.token_ids[:size], piece.table, last=False, copies=copies)
+    head = replace(piece, token_ids=piece.token_ids[:size], last=False, nodes=[], copies=copies)
     copies = [(row - size, slot) for row, slot in piece.copies if row >= size]
-    start = piece.start + size
-    return head, Piece(piece.chunk_id, start, piece.token_ids[size:], piece.table, piece.last, piece.nodes, copies)
+    return head, replace(piece, start=piece.start + size, token_ids=piece.token_ids[size:], copies=copies)

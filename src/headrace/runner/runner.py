@@ -22,7 +22,7 @@ from headrace.protocol.step import Draft, RowResult, ScheduledBatch, StepResult,
 from headrace.runner.drawing import Rounds, Verification
 from headrace.runner.faults import NOT_FINITE, StepFaults
 from headrace.runner.overlap import Overlap, StartedStep, copy_blocks
-from headrace.runner.pictures import PictureSource, picture_rows, places_of
+from headrace.runner.pictures import PictureSource, picture_rows, places_of, whole_rows
 from headrace.runner.pieces import Piece, make_pieces, make_portions, states_of
 from headrace.sampling.sampler import Sampler
 
@@ -269,6 +269,7 @@ class Runner:
             observed,
             self._slots(batch, pieces),
             None if self.pictures is None else places_of(batch, pieces, self.pictures),
+            whole_rows(pieces) if batch.pictures else (),
         )
         further = [] if self.pictures is None else [picture_rows(batch, pieces, self.pictures)]
         finite, logits = self.program.forward(chunks, logits_rows, *further)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ class Problem:
     block_size: int = 16
     window: int = 0
     ahead: int = 0
+    wholes: tuple[tuple[int, int], ...] = ()
     softcap: float = 0.0
     sinks: bool = False
     bias: bool = False
@@ -74,6 +76,12 @@ class Problem:
         p = np.arange(self.lengths[i])
         return self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
 
+    def seen(self, i: int, p: int) -> int:
+        """The last position that position p of sequence i sees."""
+        most = min(p + self.ahead, self.lengths[i] - 1)
+        stops = [min(stop, self.lengths[i]) for first, stop in self.wholes if first <= p < stop]
+        return max([p, *(stop - 1 for stop in stops)]) if self.wholes else most
+
     def run(self, isa: str, chunks: list[tuple[int, int, int]], num_threads: int = 1) -> list[Floats]:
         """One step of chunks (sequence, first position, rows) -> an output [rows, heads * value_dim] of each."""
         width = self.heads * self.head_dim
@@ -87,6 +95,8 @@ class Problem:
         values: dict[str, Any] = {"x": x, "ld_x": x.shape[1], "heads": self.heads, "head_dim": self.head_dim}
         values |= {"scale": self.scale, "window": self.window, "softcap": self.softcap, "block_size": self.block_size}
         values["ahead"] = self.ahead
+        if self.wholes:
+            values["seen"] = np.array([self.seen(i, p + r) for i, p, n in chunks for r in range(n)], np.int32)
         values["sinks"] = self.sink
         values["bias"], values["ld_bias"] = self.biases, 2 * max(self.lengths) - 1 if self.bias else 0
         values |= {"row_begin": row_begin, "start": np.array([p for _, p, _ in chunks], np.int32)}
@@ -130,7 +140,7 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
     k_least = v_least = None
     if problem.kind == "int4":
         (k_scale, k_least), (v_scale, v_least) = (np.moveaxis(sides, -1, 0) for sides in (k_scale, v_scale))
-    end = min(p + 1 + problem.ahead, problem.lengths[i])
+    end = problem.seen(i, p) + 1
     for begin in range((low - origin) // SPAN * SPAN + origin, end, SPAN):
         keys = np.arange(max(begin, low), min(begin + SPAN, end))
         s = np.zeros((len(keys), problem.heads), np.float32)
@@ -176,6 +186,8 @@ def defined(problem: Problem, i: int, p: int, *, origin: int = 0, backwards: boo
 
 
 DEFINED = [
+    Problem(heads=4, kv_heads=2, head_dim=24, lengths=(290, 129, 3), wholes=((100, 140), (141, 270)), block_size=24),
+    Problem(heads=6, kv_heads=1, lengths=(290, 150), wholes=((1, 40), (120, 137)), window=17, softcap=5.0, sinks=True),
     Problem(lengths=(150,)),
     Problem(heads=3, kv_heads=1, head_dim=20, lengths=(40, 131), block_size=24),
     Problem(heads=7, kv_heads=1, head_dim=24, lengths=(290,), window=140, softcap=5.0, block_size=4),
@@ -202,13 +214,13 @@ def test_each_output_is_the_stated_order_to_the_bit(isa: str, kind: str) -> None
             continue  # they are stored as int8
         problem = replace(plan, kind=kind)
         for i, out in enumerate(problem.whole(isa)):
-            for p in {0, len(out) // 2, len(out) - 1}:
+            for p in {0, len(out) // 2, len(out) - 1} | {stop - 2 for _, stop in plan.wholes if stop <= len(out)}:
                 assert same(out[p], defined(problem, i, p)), (plan, i, p)
 
 
 def test_control_another_order_shows() -> None:
     """Spans counted from elsewhere, or keys in reverse, have other bits: the comparison above sees the order."""
-    problem = DEFINED[0]
+    problem = Problem(lengths=(150,))
     out = problem.whole("scalar")[0]
     assert same(out[149], defined(problem, 0, 149))
     assert not same(out[149], defined(problem, 0, 149, origin=-50))
@@ -225,6 +237,26 @@ def test_control_another_bias_shows() -> None:
 def test_control_later_positions_show() -> None:
     for plan in DEFINED[-2:]:
         assert not same(plan.whole("scalar")[0][0], defined(replace(plan, ahead=plan.ahead and 1), 0, 0))
+
+
+def test_control_a_picture_that_is_cut_shows() -> None:
+    for plan in DEFINED[:2]:
+        out, (first, stop) = plan.whole("scalar")[0], plan.wholes[1]
+        assert same(out[first], defined(plan, 0, first))
+        assert not same(out[first], defined(replace(plan, wholes=(plan.wholes[0], (first, stop - 1))), 0, first))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_see_a_picture_whole_have_the_same_bits_in_any_chunks(isa: str, kind: str) -> None:
+    """Chunks that begin before, in and behind a picture, of which no row before may be there again."""
+    for plan in DEFINED[:2]:
+        problem = replace(plan, kind=kind, lengths=(290, 150))
+        whole = problem.whole(isa)
+        for cuts in ([0, 100, 140, 141, 270, 290], [0, 99, 270, 290], [120, 137, 290], [125, 290], [269, 290]):
+            chunks = [(0, first, stop - first) for first, stop in itertools.pairwise(cuts)]
+            for (_, first, num), out in zip(chunks, problem.run(isa, [*chunks, (1, 0, 150)], 2), strict=False):
+                assert same(out, whole[0][first : first + num])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -302,12 +334,15 @@ def test_a_row_has_the_same_bits_alone_in_a_chunk_and_in_a_batch(isa: str, kind:
 @pytest.mark.parametrize("isa", ISAS)
 def test_against_torch_ref(isa: str, window: int, bias: bool, softcap: float) -> None:
     problem = Problem(heads=6, head_dim=20, lengths=(290, 33), window=window, softcap=softcap, value_dim=13, bias=bias)
+    if softcap:
+        problem.wholes = ((3, 30), (120, 135), (140, 289))
 
     @dataclass
     class Rows:
         starts: list[int]
         lens: list[int]
         block_tables: list[torch.Tensor]
+        seen: list[int] | None
         notes: dict[Any, Any] = field(default_factory=dict)
 
     longest = max(len(t) for t in problem.tables)
@@ -315,7 +350,8 @@ def test_against_torch_ref(isa: str, window: int, bias: bool, softcap: float) ->
     num_slots = problem.cache.k.shape[0] * 16
     keys, values, _, _ = problem.cache.get(np.arange(num_slots))
     cache = LayerCache(*(torch.from_numpy(x).view(-1, 16, *x.shape[1:]) for x in (keys, values)))
-    rows: Any = Rows([0, 0], list(problem.lengths), [tables])
+    seen = [problem.seen(i, p) for i, length in enumerate(problem.lengths) for p in range(length)]
+    rows: Any = Rows([0, 0], list(problem.lengths), [tables], seen if problem.wholes else None)
     query = torch.from_numpy(np.concatenate(problem.queries))
     # A window below 0 is of chunks.
     table = None if problem.biases is None else torch.from_numpy(problem.biases)

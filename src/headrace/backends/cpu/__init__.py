@@ -45,6 +45,7 @@ class Cpu:
     block_tables = tuple(K_TYPES)
     schemes = SCHEMES | F8_SCHEMES
     mixes = True
+    sees_wholes = True
 
     def __init__(self, device: str, dtype: str) -> None:
         if device != "cpu":

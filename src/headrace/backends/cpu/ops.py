@@ -297,6 +297,7 @@ class CpuOps:
             "block_size": rows.block_size,
             "row_begin": rows.row_begin,
             "start": rows.start,
+            "seen": rows.seen,
             "table_begin": rows.table_begin,
             "blocks": rows.blocks[cache.kind],
         }

@@ -77,6 +77,7 @@ class TapedProgram:
         self.inputs = make_step_rows(
             lambda size: aligned(4 * size).view(np.int32), self.kinds, cache.block_size, sizes, features,
             has_adapters=ops.adapters is not None, has_places=places.table_of(model) is not None,
+            sees_wholes=model.sees_wholes,
         )  # fmt: skip
         if ops.adapters is not None:
             ops.adapters.rows = self.inputs
@@ -147,7 +148,7 @@ class TapedProgram:
         num_rows = self.inputs.fill(chunks)
         if chunks.places is not None and (table := places.table_of(self.model)) is not None:
             places.fill(self.inputs.rope_rows, chunks.places, table)
-        if self.model.feature_size:
+        if self.model.feature_size or features is not None:
             numbers = self.model.no_features if features is None else features
             self._features[:num_rows, : self.model.feature_size] = numbers
         self.reads.fill(chunks, rows, num_rows)

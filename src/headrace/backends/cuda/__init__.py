@@ -38,6 +38,7 @@ class Cuda:
     kv_dtypes = tuple(cache.STORED)
     block_tables = ()
     mixes = False
+    sees_wholes = False
 
     def __init__(self, device: str, dtype: str) -> None:
         self.device, self.dtype = device, dtype

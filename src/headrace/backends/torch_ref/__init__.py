@@ -31,6 +31,7 @@ class TorchRef:
     block_tables = ()
     schemes = SCHEMES | F8_SCHEMES
     mixes = True
+    sees_wholes = True
     """All codes are computed as the floats that they stand for, as an oracle for the other backends."""
 
     def __init__(self, device: str, dtype: str) -> None:

@@ -7,6 +7,8 @@ sequences, each with its own keys, or neighbours of one sequence that share the 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +41,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """Neighbouring rows of chunk `chunk_id` whose positions lie in one span: `row` is the first one's index. `end`: the
-    position behind the chunk's last."""
+    """Neighbouring rows of chunk `chunk_id` whose positions lie in one span, as do the last positions that they see:
+    `row` is the first one's index, `top` what its last one sees last."""
 
     chunk_id: int
     row: int
     first: int
     last: int
     low: int
-    end: int
-
-    def seen(self, ahead: int) -> int:
-        """The last position that some row sees."""
-        return min(self.last + ahead, self.end - 1)
+    top: int
 
 
 def first_seen(position: Any, window: int | None) -> Any:
@@ -61,16 +59,26 @@ def first_seen(position: Any, window: int | None) -> Any:
     return position - window + 1 if window > 0 else position // -window * -window
 
 
-def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[RowSpan]:
-    """Cut every chunk where a span ends. `low` is the first span that some row of the piece sees."""
+def last_seen(starts: list[int], lens: list[int], ahead: int) -> list[int]:
+    """Return the last position that each row sees: `ahead` of its own, as far as its chunk has them."""
+    pairs = zip(starts, lens, strict=True)
+    return [min(p + ahead, start + n - 1) for start, n in pairs for p in range(start, start + n)]
+
+
+def pieces_of(starts: list[int], lens: list[int], window: int | None, seen: Sequence[int]) -> list[RowSpan]:
+    """Cut every chunk where a span ends, and before a row that sees further spans (`seen`: the last position of each
+    row). `low` is the first span that some row of the piece sees."""
     pieces = []
     row = 0
     for chunk_id, (start, length) in enumerate(zip(starts, lens, strict=True)):
         first = start
         while first < start + length:
             last = min(start + length, (first // SPAN + 1) * SPAN) - 1
+            last = (
+                first + bisect_right(seen, seen[row] // SPAN * SPAN + SPAN - 1, row, row + last - first + 1) - row - 1
+            )
             low = max(0, first_seen(first, window)) // SPAN
-            pieces.append(RowSpan(chunk_id, row, first, last, low, start + length))
+            pieces.append(RowSpan(chunk_id, row, first, last, low, seen[row + last - first]))
             row += last - first + 1
             first = last + 1
     return pieces
@@ -78,28 +86,34 @@ def pieces_of(starts: list[int], lens: list[int], window: int | None) -> list[Ro
 
 def plan(rows: ForwardBatch, kind: int, block_size: int, width: int, window: int | None, ahead: int) -> list[Group]:
     """The groups of a step, with slots of a block kind. `width` is kv_heads * head_dim; it bounds how many rows are
-    gathered at once. `window`, `ahead`: as in `Scoring`."""
+    gathered at once. `window`, `ahead`: as in `Scoring`; where rows have a `seen`, it counts instead of `ahead`."""
     alone: dict[int, list[RowSpan]] = {}
     groups = []
-    for piece in pieces_of(rows.starts, rows.lens, window):
-        num_spans = piece.seen(ahead) // SPAN - piece.low + 1
+    seen = last_seen(rows.starts, rows.lens, ahead) if rows.seen is None else rows.seen
+    for piece in pieces_of(rows.starts, rows.lens, window, seen):
+        num_spans = piece.top // SPAN - piece.low + 1
         if piece.first == piece.last:
             alone.setdefault(num_spans, []).append(piece)
         else:
-            groups.append(_group([piece], num_spans, rows.block_tables[kind], block_size, window, ahead))
+            groups.append(_group([piece], num_spans, rows.block_tables[kind], block_size, window, seen))
     for num_spans, pieces in sorted(alone.items()):
         most = max(1, MAX_GATHER // (num_spans * SPAN * width))
         for i in range(0, len(pieces), most):
             part = pieces[i : i + most]
-            groups.append(_group(part, num_spans, rows.block_tables[kind], block_size, window, ahead))
+            groups.append(_group(part, num_spans, rows.block_tables[kind], block_size, window, seen))
     return groups
 
 
 def _group(
-    pieces: list[RowSpan], num_spans: int, block_tables: Tensor, block_size: int, window: int | None, ahead: int
+    pieces: list[RowSpan],
+    num_spans: int,
+    block_tables: Tensor,
+    block_size: int,
+    window: int | None,
+    seen: Sequence[int],
 ) -> Group:
     device = block_tables.device
-    table = torch.tensor([[p.chunk_id, p.low * SPAN, p.seen(ahead)] for p in pieces], device=device)
+    table = torch.tensor([[p.chunk_id, p.low * SPAN, p.top] for p in pieces], device=device)
     keys = table[:, 1:2] + torch.arange(num_spans * SPAN, device=device)
     # Outside of the positions that the rows see, the first and last of their keys are repeated: they belong to the
     # sequence, and `hidden` masks them. Blocks behind a window may be another sequence's by now.
@@ -113,8 +127,7 @@ def _group(
     else:
         positions = torch.tensor([p.last for p in pieces], device=device)
         index = torch.tensor([p.row for p in pieces], device=device)
-    ends = torch.tensor([[p.end] for p in pieces], device=device)
-    hidden = (keys > positions[:, None] + ahead) | (keys >= ends)
+    hidden = keys > torch.tensor([seen[row] for row in index.tolist()], device=device)[:, None]
     if window is not None:
         hidden |= keys < first_seen(positions[:, None], window)
     hidden = hidden.view(-1, num_spans, SPAN).transpose(0, 1)[:, None, :, None]

@@ -27,6 +27,7 @@ class ForwardBatch:
     features: [R, F], for models that look at them.
     rope_rows: rows of the rope table; None: `positions`.
     places: int64 [R, axes], the positions by which rows turn, of a table with axes; None: `positions`.
+    seen: the last position that a row sees, by row; None: its own.
     read: rows whose logits or hidden states are read; None: all may be.
     notes: results that ropes and attention compute once a step, each under its own key.
     """
@@ -43,6 +44,7 @@ class ForwardBatch:
     features: Tensor | None = None
     rope_rows: Tensor | None = None
     places: Tensor | None = None
+    seen: Sequence[int] | None = None
     read: frozenset[int] | None = None
     notes: dict[Any, Any] = field(default_factory=dict)
 
@@ -60,6 +62,9 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         of_rows = padded[chunk_ids, positions // block_size] * block_size + positions % block_size
         block_tables.append(padded.to(device))
         slots.append(of_rows.to(device))
+    seen: list[int] = positions.tolist() if chunks.wholes else []
+    for first, stop in chunks.wholes:
+        seen[first:stop] = [seen[stop - 1]] * (stop - first)
     return ForwardBatch(
         token_ids=torch.tensor([t for ids in chunks.token_ids for t in ids]).to(device),
         positions=positions.to(device),
@@ -71,4 +76,5 @@ def make_forward_batch(chunks: Chunks, block_size: int, device: torch.device, nu
         states_in=chunks.states_in,
         states_out=dict(chunks.states_out),
         places=None if chunks.places is None else torch.as_tensor(chunks.places, dtype=torch.int64, device=device),
+        seen=seen or None,
     )

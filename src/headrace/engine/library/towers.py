@@ -97,6 +97,8 @@ def _loaded(config: EngineConfig, directory: Path, model: Model, source: Source)
     values, settings = source.values, source.settings
     kind, vision = towers.kind_of(values), values["vision_config"]
     backend, weights = _weights(config, directory, source, kind)
+    if kind.sees_whole and not backend.sees_wholes:
+        raise CheckpointError(f"rows see pictures whole, which {backend.name} does not compute as yet")
     with nullcontext() if source.projector is None else naming(source.path):
         tower: Tower = kind(ModelConfig(kind.defaults | vision), ModelConfig(values), weights, backend.ops)
         weights.finish()
@@ -111,7 +113,7 @@ def _loaded(config: EngineConfig, directory: Path, model: Model, source: Source)
     backend.choose_activations(tower, "auto", config.num_threads)
     if tower.side_of_row and table_of(model) is None:
         raise CheckpointError("config.json: mrope_section does not fit the heads of the text")
-    take_pictures(model, len(tower.further))
+    take_pictures(model, len(tower.further), sees_wholes=kind.sees_whole)
     rows = PictureRows(
         tower, backend, norm_of(settings, str(values["model_type"])), model.no_features, config.num_threads
     )

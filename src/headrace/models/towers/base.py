@@ -126,6 +126,8 @@ class Tower(Model):
     eps_key, default_eps = "layer_norm_eps", 1e-6
     activations: ClassVar[dict[str, Any]] = dict(ACTIVATIONS)
     default_activation = "gelu_pytorch_tanh"
+    sees_whole: ClassVar[bool] = False
+    """Whether rows of the text see the whole picture that they stand in (`Model.sees_wholes`)."""
     num_extra = 0
     """Rows before those of the patches, such as the class token's; they are dropped before merging."""
     further: Sequence[tuple[int, Connector]] = ()
@@ -222,7 +224,7 @@ def shuffled(rows: F32, lines: int, columns: int, factor: int, *, by_columns: bo
     return np.ascontiguousarray(parts.transpose(order)).reshape(-1, factor**2 * width)
 
 
-def take_pictures(model: Any, num_further: int = 0) -> None:
+def take_pictures(model: Any, num_further: int = 0, *, sees_wholes: bool = False) -> None:
     """Have rows of pictures take the places of the tokens that a decoder embeds. Columns [0, H) of `Rows.features` are
     such a row, zeros for a token; the last one is 0 for a row of a picture and 1 for a token. Between them are
     `num_further` more rows, each to be added behind one of the first layers."""
@@ -238,5 +240,5 @@ def take_pictures(model: Any, num_further: int = 0) -> None:
 
     for i in range(num_further):
         model.layers[i] = added(model.layers[i], (1 + i) * width)
-    model.enter, model.feature_size = enter, last + 1
+    model.enter, model.feature_size, model.sees_wholes = enter, last + 1, sees_wholes
     model.no_features = np.append(np.zeros(last, np.float32), np.float32(1))

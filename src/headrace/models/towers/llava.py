@@ -69,8 +69,13 @@ class SiglipTower(base.Tower):
         self.num_sides = self.side(config, "image_size") // self.patch_size
         self.vocab_size = self.num_extra + self.num_sides**2
         root = "vision_tower.vision_model" if weights.has_prefix("vision_tower.vision_model.") else "vision_tower"
+        self.root = root
         self.embed(f"{root}.embeddings")
         self.layers = [self.layer(f"{root}.encoder.layers.{i}", i) for i in range(self.depth())]
+        self.connect()
+
+    def connect(self) -> None:
+        """Read what is behind the layers."""
         self.connector = connector_of(self)
 
     def depth(self) -> int:

@@ -285,6 +285,12 @@ def _within(width: int, height: int, most_across: int, most_down: int) -> tuple[
     return max(1, min(math.floor(width * down), most_across)), most_down
 
 
+def gemma3(image: Image, settings: Settings) -> Tiles:
+    """The whole picture, resized to a square. The family's processor makes no crops whatever `do_pan_and_scan` is."""
+    size = settings.integer("size", "width", default=224), settings.integer("size", "height", default=224)
+    return Tiles([image.resize(size, settings.filter(BILINEAR))])
+
+
 CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "idefics3": idefics3,
     "smolvlm": idefics3,
@@ -298,5 +304,6 @@ CUTS: dict[str, Callable[[Image, Settings], Tiles]] = {
     "qwen3_vl_moe": qwen,
     "qwen3_5": qwen,
     "qwen3_5_moe": qwen,
+    "gemma3": gemma3,
 }
 """The rules by model_type."""

@@ -6,6 +6,7 @@ The rules are those of the families' processors. Called by `reading`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -84,6 +85,10 @@ def _llama4(form: PictureForm, grid: Grid) -> str:
     return words.begin + line * grid.lines + words.mark + rows + words.end
 
 
+def _gemma3(form: PictureForm, grid: Grid) -> str:
+    return f"\n\n{_one_run(form, grid)}\n\n"
+
+
 TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "idefics3": _idefics3,
     "smolvlm": _idefics3,
@@ -97,9 +102,11 @@ TEXTS: dict[str, Callable[[PictureForm, Grid], str]] = {
     "qwen3_vl_moe": _one_run,
     "qwen3_5": _one_run,
     "qwen3_5_moe": _one_run,
+    "gemma3": _gemma3,
 }
-"""By model_type. Gemma 3 has none: rows of its text see the whole picture that they stand in, those behind them too,
-which no layer of a decoder here can."""
+"""By model_type."""
+SEEN_WHOLE = ("gemma3",)
+"""Families whose text's rows see the whole picture that they stand in, also what is behind them."""
 WORDS = {
     "idefics3": Words("<image>", "<image>", "<fake_token_around_image>"),
     "smolvlm": Words("<image>", "<image>", "<fake_token_around_image>"),
@@ -110,6 +117,7 @@ WORDS = {
     "llama4": Words(
         "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_y_separator|>", "<|tile_x_separator|>"
     ),
+    "gemma3": Words("<start_of_image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>"),
 }
 QWEN = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose template writes what stands around a picture's rows."""
@@ -118,7 +126,7 @@ WORDS |= dict.fromkeys(QWEN, Words("<|image_pad|>", "<|image_pad|>"))
 
 PATCHES = {"idefics3": 32, "smolvlm": 32, "internvl": 14, "llama4": 14, "qwen2_5_vl": 14}
 """Pixels of a patch's side where config.json leaves them out."""
-SIDES = {"internvl": 448, "llava": 224, "llama4": 448}
+SIDES = {"internvl": 448, "llava": 224, "llama4": 448, "gemma3": 224}
 """Pixels of a side of the tower's input where config.json leaves them out, for towers that take one size."""
 LONGEST, MAX_PATCHES = ("mistral3", "pixtral"), 128
 """Families whose towers take all sizes, and the patches of a side that these take at most."""
@@ -161,6 +169,8 @@ def read_form(directory: Path, tokenizer: Texts, projector: Path | None = None) 
         merge = int(1 / ratio) if isinstance(ratio, float) and 0.01 < ratio <= 1 else 1
     elif family in ("llava", "pixtral"):
         merge = 1
+    elif family == "gemma3":
+        merge = _number(tower, "image_size", 224) // patch // math.isqrt(_number(values, "mm_tokens_per_image", 256))
     else:
         merge = _number(values, "scale_factor" if family in ("idefics3", "smolvlm") else "spatial_merge_size", 2)
     _verify_sizes(family, settings, tower, patch)

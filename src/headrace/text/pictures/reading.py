@@ -15,7 +15,7 @@ import msgspec
 from headrace.protocol.errors import RequestError
 from headrace.protocol.pictures import Picture, digest_of
 from headrace.text.bounded import BoundedProcess
-from headrace.text.pictures.forms import Grid, PictureForm
+from headrace.text.pictures.forms import SEEN_WHOLE, Grid, PictureForm
 from headrace.text.pictures.marks import PictureInput, replaced
 
 MAX_BYTES = 32 * 2**20
@@ -125,7 +125,8 @@ class PictureReader:
         for view, num in zip(views, nums, strict=True):
             digest = digest_of(view.pixels, view.height, view.width)
             spans = spans_of(places[at : at + num])
-            pictures.append(Picture(digest, view.pixels, view.height, view.width, spans))
+            is_whole = self.form.family in SEEN_WHOLE
+            pictures.append(Picture(digest, view.pixels, view.height, view.width, spans, is_whole))
             at += num
         return pictures
 

@@ -262,6 +262,7 @@ def _attention(view: View) -> Expected:
         chunks.tables.append(list(range(num_blocks, num_blocks + count)))
         num_blocks += count
     rows = make_forward_batch(chunks, block_size, torch.device("cpu"))
+    rows.seen = None if view["seen"] is None else view.ints("seen").tolist()
     query = view.rows(heads.num_heads * heads.head_dim)
     window, chunked = abs(view["window"]) or None, view["window"] < 0
     sinks, bias = view.constant("sinks"), view.constant("bias")

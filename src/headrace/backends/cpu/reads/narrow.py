@@ -63,6 +63,7 @@ class Reads:
             inputs, token_ids=np.zeros(most, np.int32), positions=positions,
             rope_rows=positions if inputs.rope_rows is inputs.positions else np.zeros(most, np.int32),
             row_begin=np.zeros(num_chunks + 1, np.int32), start=np.zeros(num_chunks, np.int32),
+            seen=None if inputs.seen is None else np.zeros(most, np.int32),
             adapted=None if inputs.adapted is None else np.zeros(1 + 3 * most, np.int32),
             adapted_rows=None if inputs.adapted is None else np.zeros(most, np.int32),
         )  # fmt: skip
@@ -109,7 +110,7 @@ class Reads:
         outputs = {self._hidden.buffer, *self._narrow_streams}
         for buffer in cut.inner:
             moved[buffer] = place(buffer) if buffer in outputs else graph.buffer(buffer.row_bytes, buffer.dim)
-        by_row = ("token_ids", "positions", "rope_rows", "row_begin", "start", "adapted", "adapted_rows")
+        by_row = ("token_ids", "positions", "rope_rows", "row_begin", "start", "adapted", "adapted_rows", "seen")
         moved |= {id(getattr(self._every, name)): getattr(self.here, name) for name in by_row}
         for node, before in cut.behind:
             fields = {name: with_moved(value, moved) for name, value in before.items()}
@@ -148,6 +149,8 @@ class Reads:
         here.start[:num_chunks] = np.add(chunks.starts, np.subtract(read.firsts, every.row_begin[:num_chunks]))
         here.positions[:num], here.token_ids[:num] = every.positions[rows_read], every.token_ids[rows_read]
         here.rope_rows[:num] = every.rope_rows[rows_read]
+        if here.seen is not None:
+            here.seen[:num] = every.seen[rows_read]
         here.fill_adapters(chunks, read.begins)
 
     def replace(self, num_rows: int) -> None:
