@@ -78,6 +78,7 @@ ACCESS |= dict.fromkeys(
         "POST /slots/{slot_id}",
         "POST /classify",
         "POST /predict",
+        "POST /embed_sparse",
         "GET /info",
         "GET /tokenizer_info",
         "GET /models",

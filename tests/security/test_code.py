@@ -59,7 +59,7 @@ def test_S_01_control_the_pickle_works(tmp_path: Path) -> None:
 
 # Replies that are lists, or the API's own object, which have no place for warnings.
 SILENT = {"/embedding", "/embeddings", "/api/show", "/api/pull", "/api/embed", "/api/embeddings"}
-SILENT |= {"/embed", "/embed_sparse", "/similarity"}
+SILENT |= {"/embed", "/similarity"}
 HOSTILE_NAMES = ["/etc", "../..", "evil/model", "https://evil.example/model", "file:///etc", "builtin\x00", "hf://a/b"]
 
 

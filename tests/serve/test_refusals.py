@@ -77,13 +77,12 @@ BODIES["/pooling"] = (embeddings.PoolingRequest, {"input": "hi"})
 BODIES["/v1/score"] = (scores.ScoreRequest, {"text_1": "hi", "text_2": "ho"})
 BODIES["/v1/rerank"] = BODIES["/rerank"] = (scores.RerankRequest, {"query": "hi", "documents": ["ho"]})
 BODIES["/embed"] = (tei.EmbedRequest, {"inputs": "hi"})
-BODIES["/embed_sparse"] = (tei.SparseRequest, {"inputs": "hi"})
 BODIES["/similarity"] = (tei.SimilarityRequest, {"inputs": {"source_sentence": "hi", "sentences": ["ho"]}})
 BODIES["/invocations"] = (vllm.InvocationRequest, {"prompt": "hi", "max_tokens": 2})
 # Without a body of JSON, or (files, batches) with tests of their own.
 NO_BODY = {"/ping", "/api/push", "/api/create", "/api/copy", "/props", "/slots/{slot_id}", "/infill"}
 NO_BODY |= {"/sleep", "/wake_up", "/inspect/recording", "/inspect/plan", "/inspect/hold", "/fleet/update"}
-NO_BODY |= {"/lora-adapters", "/classify", "/predict", "/reset_prefix_cache"}
+NO_BODY |= {"/lora-adapters", "/classify", "/predict", "/embed_sparse", "/reset_prefix_cache"}
 NO_BODY |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 NO_BODY |= {"/v1/responses/compact", "/v1/conversations/{conversation_id}"}
 NO_BODY |= {"/v1/conversations/{conversation_id}/items"}
@@ -125,7 +124,7 @@ def refused(reply: httpx.Response, field: str | None = None, status: int = 400) 
     """The error's message. Its shape is that of the API that was called."""
     assert reply.status_code == status, reply.text
     body = strict(reply.text)
-    error, tei_paths = body["error"], ("/embed", "/embed_sparse", "/similarity")
+    error, tei_paths = body["error"], ("/embed", "/similarity")
     message = str(error) if isinstance(error, str) else str(error["message"])
     path = reply.request.url.path
     if path.startswith("/api/"):

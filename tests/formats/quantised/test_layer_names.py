@@ -26,8 +26,8 @@ INNER = "model.language_model.layers.3.mlp.l"
 OLDER = "language_model.model.layers.3.mlp.l"
 
 
-def test_a_layer_has_its_names_below_both_prefixes() -> None:
-    assert names_of(LAYER) == (LAYER, INNER, OLDER)
+def test_a_layer_has_its_names_below_all_prefixes() -> None:
+    assert names_of(LAYER) == (LAYER, INNER, OLDER, "model.text_model." + LAYER.removeprefix("model."))
     assert names_of("lm_head") == ("lm_head", "language_model.lm_head")
     assert names_of("transformer.h.0.mlp") == ("transformer.h.0.mlp",)
     assert "model.language_model.layers.1.mlp.experts.down_proj" in names_of("model.layers.1.mlp.experts.7.down_proj")
