@@ -25,8 +25,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 def main(max_cpu_seconds: float) -> None:
     """Answer jobs until stdin ends."""
     # Decoders are loaded before the process may read no more files.
-    from PIL import Image
+    from PIL import Image, ImageOps
 
+    _ = ImageOps
     Image.init()
     serve(answer, max_cpu_seconds, address_space() + MAX_MEMORY)
 
